@@ -1,0 +1,3 @@
+from typing import Literal
+
+Trust = Literal["exact", "syncing", "suspect", "learned"]
