@@ -1,0 +1,69 @@
+"""What every load-aware policy shares: how loads compare, who is lightest, and a bound on how much a
+worker that always reads empty may be given. Knows nothing of caches."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from policies.routing.base import Candidate
+
+Weight = Callable[[Candidate], tuple[int, int]]
+
+SPAN = 1024
+"""Choices remembered by ``Recent``."""
+
+
+def waiting(candidate: Candidate) -> tuple[int, int]:
+    """Load as it is compared everywhere: prompt tokens that wait, then requests that run."""
+    return candidate.queued_tokens, candidate.running
+
+
+def named(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """In order of name, so that no decision depends on the order the caller happened to use."""
+    return sorted(candidates, key=lambda candidate: candidate.worker)
+
+
+def lightest(candidates: Sequence[Candidate], rng: random.Random, weight: Weight = waiting) -> Candidate:
+    """The candidate of least weight; equals are drawn by ``rng``, which is not touched without equals."""
+    weights = [weight(candidate) for candidate in candidates]
+    least = min(weights)
+    equals = [candidate for candidate, one in zip(candidates, weights, strict=True) if one == least]
+    return equals[0] if len(equals) == 1 else rng.choice(named(equals))
+
+
+class Recent:
+    """The last ``SPAN`` choices by load alone, to notice a worker that is given much and reads empty.
+
+    A worker that fails at once never holds a lease for long, so it always looks like the best choice.
+    Health is not a policy's business, but handing everything to such a worker for ever is. A truly
+    fast worker is not hurt: as soon as it has work, it is no longer empty.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[str] = deque()
+        self._count: dict[str, int] = {}
+
+    def note(self, worker: str) -> None:
+        """Remember that ``worker`` was chosen; the oldest choice is forgotten beyond ``SPAN``."""
+        self._last.append(worker)
+        self._count[worker] = self._count.get(worker, 0) + 1
+        if len(self._last) > SPAN:
+            oldest = self._last.popleft()
+            self._count[oldest] -= 1
+            if not self._count[oldest]:
+                del self._count[oldest]
+
+    def trim(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates without those that read empty and took three times the even share of recent
+        choices (among two or three workers: all but a quarter of an even share). Never empty: shares
+        add up to one, and the bound is more than an even share."""
+        number = len(candidates)
+        if number == 1:
+            return candidates
+        counts = [self._count.get(candidate.worker, 0) for candidate in candidates]
+        limit = min(3 / number, 1 - 1 / (4 * number)) * max(sum(counts), 8 * number)
+        return [
+            candidate
+            for candidate, count in zip(candidates, counts, strict=True)
+            if count < limit or waiting(candidate) != (0, 0)
+        ]
