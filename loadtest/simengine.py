@@ -81,6 +81,16 @@ class SimEngine:
         return self._publisher.replay_endpoint if self._publisher else ""
 
     @property
+    def subscribers(self) -> int:
+        """Subscriptions to the event stream now: await one before relying on live events."""
+        return self._publisher.subscribers if self._publisher else 0
+
+    @property
+    def replays(self) -> int:
+        """Replay requests answered so far."""
+        return self._publisher.replays if self._publisher else 0
+
+    @property
     def next_seq(self) -> int:
         """The number the next batch of events will have."""
         return self._publisher.next_seq if self._publisher else 0

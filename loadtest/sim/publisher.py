@@ -1,4 +1,7 @@
-"""Publishes KV events over ZMQ as vLLM does: PUB for the stream, ROUTER for replays."""
+"""Publishes KV events over ZMQ as vLLM does: PUB for the stream, ROUTER for replays.
+
+The stream's socket is an XPUB, the same on the wire, because it tells how many listen.
+"""
 
 import asyncio
 import time
@@ -30,7 +33,8 @@ class Publisher:
         self.endpoint = config.events_endpoint
         self.replay_endpoint = config.replay_endpoint
         self.next_seq = 0
-        self.replays = 0
+        self.replays = 0  # requests answered
+        self.subscribers = 0
         self._topic = config.topic.encode()
         self._encoder = encoder
         self._faults = faults
@@ -47,13 +51,16 @@ class Publisher:
     async def open(self) -> None:
         """Open the sockets. Endpoints with port 0 or ``*`` as port get their real one here."""
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
+        self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._pub.set_hwm(_HIGH_WATER)
         self._pub.linger = 0
         if binds(self.endpoint):
             self.endpoint = await _bind(self._pub, self.endpoint)
         else:
             self._pub.connect(self.endpoint)
+        asyncio.get_running_loop().add_reader(self._pub.FD, self._count_subscribers)
+        self._count_subscribers()
         if self.replay_endpoint:
             self._replay = self._context.socket(zmq.ROUTER)
             self._replay.linger = 0
@@ -73,6 +80,7 @@ class Publisher:
             self._replay.close(linger=0)
             self._replay = None
         if self._pub is not None:
+            asyncio.get_running_loop().remove_reader(self._pub.FD)
             self._pub.close(linger=0)
             self._pub = None
         if self._context is not None:
@@ -81,6 +89,7 @@ class Publisher:
         self._outbox.clear()
         self._buffer.clear()
         self._held_back = None
+        self.subscribers = 0
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Give the batch the next number, keep it for replays, send it as the faults allow."""
@@ -124,6 +133,16 @@ class Publisher:
     def _send(self, frames: Frames) -> None:
         if self._pub is not None:
             self._pub.send_multipart(frames, zmq.NOBLOCK)  # PUB drops rather than blocks
+            self._count_subscribers()  # sending consumes the descriptor's signal
+
+    def _count_subscribers(self) -> None:
+        # Descriptors of ZMQ sockets only signal changes, so read until nothing is left.
+        while self._pub is not None:
+            try:
+                message = self._pub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.subscribers += {1: 1, 0: -1}.get(message[0] if message else -1, 0)
 
     async def _send_outbox(self) -> None:
         while True:
@@ -147,7 +166,6 @@ class Publisher:
         return shapes[seq % len(shapes)]
 
     def _serve_replays(self) -> None:
-        # The descriptor only signals changes, so read until nothing is left.
         while self._replay is not None:
             try:
                 request = self._replay.recv_multipart(zmq.NOBLOCK)
