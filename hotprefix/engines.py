@@ -1,0 +1,275 @@
+"""Starts engines on this machine: real ones (vLLM on CPU) and simulated ones, singly or as a fleet.
+
+The launcher, the engine tests and the benchmarks share this code. Knows how engines are started, not
+what is asked of them.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import msgspec
+
+from hotprefix.errors import UserError
+from hotprefix.home import Home
+from hotprefix.processes import Child, Port, RunFolder, wait_until
+from hotprefix.progress import Board, Say
+
+Kind = Literal["vllm", "sim"]
+
+KV_BYTES_PER_TOKEN = 23_040
+"""Of SmolLM2-135M in bfloat16: 30 layers, keys and values, 3 heads of 64; what a simulated engine takes."""
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Engines are on this machine, whatever proxy the environment names."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine to start. ``cores`` are bound for vLLM's threads, as many as it shall have.
+    ``blocks`` caps the KV cache at that many blocks, for tests that need evictions."""
+
+    name: str
+    kind: Kind = "vllm"
+    model: str = ""
+    """A model folder or hub name; "" is allowed for simulated engines."""
+    served_name: str = "smollm2"
+    cores: tuple[int, ...] = ()
+    block_size: int = 32
+    kv_gib: int = 1
+    blocks: int | None = None
+    max_model_len: int = 4096
+    max_num_seqs: int = 8
+    events: bool = True
+    dev_mode: bool = False
+    """Serves ``/reset_prefix_cache``."""
+    extra: tuple[str, ...] = ()
+    """More arguments for the engine's command line."""
+
+
+class Part(Protocol):
+    """Something started that becomes healthy or dies."""
+
+    name: str
+    url: str
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    def tail(self, lines: int = 20) -> str: ...
+
+
+def healthy(url: str, path: str = "/health") -> bool:
+    """Whether ``url`` answers 200 at ``path`` now."""
+    try:
+        with _DIRECT.open(url + path, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+class Engine:
+    """A started engine. Its URL and event endpoints stay the same over ``restart``."""
+
+    def __init__(self, spec: EngineSpec, home: Home, folder: RunFolder, log: Path) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self._folder = folder
+        self._log = log
+        self._home = home
+        self._port = Port()
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        self.events = folder.endpoint(f"{spec.name}.ev") if spec.events else None
+        self.replay = folder.endpoint(f"{spec.name}.re") if spec.events else None
+        self.topic = f"kv@{spec.name}@{spec.served_name}" if spec.events else ""
+        self._child = self._start(keep_log=False)
+
+    def _start(self, keep_log: bool) -> Child:
+        command = (vllm_command if self.spec.kind == "vllm" else sim_command)(
+            self.spec, self._home, self._port.number, self.event_config()
+        )
+        env = {**os.environ, **(vllm_environment(self.spec) if self.spec.kind == "vllm" else {})}
+        return Child(command, log=self._log, folder=self._folder, env=env, keep_log=keep_log)
+
+    def event_config(self) -> dict[str, str] | None:
+        """Endpoint, replay endpoint and topic, as vLLM names them; None without events."""
+        if self.events is None or self.replay is None:
+            return None
+        return {"endpoint": self.events, "replay_endpoint": self.replay, "topic": self.topic}
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's main process."""
+        return self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.exit_code
+
+    @property
+    def process(self) -> Child:
+        """The process of the current life, for signals."""
+        return self._child
+
+    def healthy(self) -> bool:
+        """Whether it answers now."""
+        return self.exit_code is None and healthy(self.url)
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        return self._child.tail(lines)
+
+    def kill(self) -> None:
+        """SIGKILL; gone on return, its port still reserved for ``restart``."""
+        self._child.kill()
+
+    def restart(self) -> None:
+        """Ends it if it runs and starts it anew on the same URL and endpoints; does not wait."""
+        self._child.kill()
+        self._child = self._start(keep_log=True)
+
+    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+        """Raises UserError with the tail of its log when it dies or takes too long."""
+        wait_all([self], timeout_s)
+
+    def ask_to_stop(self) -> None:
+        """Starts stopping; ``stop`` waits for it."""
+        self._child.ask_to_stop()
+
+    def stop(self) -> None:
+        """Ends it and gives its port back."""
+        self._child.stop()
+        self._port.close()
+
+
+def vllm_environment(spec: EngineSpec) -> dict[str, str]:
+    """What vLLM on CPU takes from its environment. It binds every engine to core 0 unless told."""
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.cores:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in spec.cores)
+    if Path(spec.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.dev_mode:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    return env
+
+
+def vllm_command(spec: EngineSpec, home: Home, port: int, events: Mapping[str, str] | None) -> list[str]:
+    """Started as a module, because the console script of the CPU build fails."""
+    command = [str(home.engine / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", spec.model, "--served-model-name", spec.served_name]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+    command += ["--enable-prefix-caching", "--block-size", str(spec.block_size)]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
+    if spec.blocks is not None:
+        command += ["--num-gpu-blocks-override", str(spec.blocks)]
+    if events is not None:
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
+        command += ["--kv-events-config", json.dumps(config)]
+    return [*command, *spec.extra]
+
+
+def sim_command(spec: EngineSpec, _home: Home, port: int, events: Mapping[str, str] | None) -> list[str]:
+    """The simulated engine with the same shape as the real one: block size, KV size, queue."""
+    command = [sys.executable, "-m", "hotprefix.cli", "sim", "--port", str(port)]
+    command += ["--model", spec.served_name, "--block-size", str(spec.block_size)]
+    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+    if spec.model:
+        command += ["--model-path", spec.model]
+    blocks = spec.blocks or (spec.kv_gib << 30) // (KV_BYTES_PER_TOKEN * spec.block_size)
+    command += ["--num-blocks", str(blocks)]
+    if events is not None:
+        command += ["--events-endpoint", events["endpoint"], "--replay-endpoint", events["replay_endpoint"]]
+        command += ["--topic", events["topic"]]
+    return [*command, *spec.extra]
+
+
+def core_shares(engines: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cores for each of so many engines: equal runs of neighbours, or one each in turn when there are
+    fewer cores than engines."""
+    each = len(cores) // engines
+    if each == 0:
+        return [(cores[i % len(cores)],) for i in range(engines)]
+    return [tuple(cores[i * each : (i + 1) * each]) for i in range(engines)]
+
+
+def allowed_cores() -> list[int]:
+    """The cores this process may use; numbers from 0 where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def wait_all(
+    parts: Sequence[Part],
+    timeout_s: float,
+    board: Board | None = None,
+    keep_on: Callable[[], None] = lambda: None,
+) -> None:
+    """Returns when every part is healthy. Raises UserError with a log's tail when one dies, or when
+    ``timeout_s`` is over. ``keep_on`` is called at each look and may raise to give up."""
+    waiting = list(parts)
+
+    def look() -> bool:
+        keep_on()
+        for part in list(waiting):
+            if part.exit_code is not None:
+                raise UserError(f"{part.name} ended with status {part.exit_code}; its log:\n{part.tail()}")
+            if healthy(part.url):
+                waiting.remove(part)
+                if board is not None:
+                    board.done(part.name, part.url)
+        if board is not None:
+            board.tick()
+        return not waiting
+
+    if not wait_until(look, timeout_s):
+        late = waiting[0]
+        raise UserError(f"{late.name} is not healthy after {timeout_s:.0f} s; its log:\n{late.tail()}")
+
+
+class Fleet:
+    """Engines that live and end together, with one run folder. Logs go to ``logs``, one file an engine."""
+
+    def __init__(self, home: Home, logs: Path | None = None) -> None:
+        self._home = home
+        self._logs = logs or home.logs
+        self.folder = RunFolder()
+        self.engines: list[Engine] = []
+
+    def start_engine(self, spec: EngineSpec) -> Engine:
+        """Starts one and returns at once; ``wait_healthy`` waits."""
+        engine = Engine(spec, self._home, self.folder, self._logs / f"{spec.name}.log")
+        self.engines.append(engine)
+        return engine
+
+    def wait_healthy(self, timeout_s: float = 240.0, say: Say | None = None) -> None:
+        """Waits for all engines; ``say`` is told the progress."""
+        wait_all(self.engines, timeout_s, None if say is None else Board(say, [e.name for e in self.engines]))
+
+    def stop(self) -> None:
+        """Ends all at once, gives the ports back and removes the run folder; again is a no-op."""
+        for engine in self.engines:
+            engine.ask_to_stop()
+        for engine in self.engines:
+            engine.stop()
+        self.folder.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.stop()
