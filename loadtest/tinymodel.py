@@ -14,22 +14,24 @@ from tokenizers.models import BPE
 MAX_LENGTH = 8192
 
 _WORDS = """
-    the of and to in is it you that he was for on are with as his they be at one have this from or had by
-    but what all were when we there can an your which their if do will each about how up out them then she
-    many some so these would other into has more her two like him see time could no make than first been
-    its who now people my made over did down only way find use may water long little very after words
-    called just where most know get through back much before go good new write our used me man too any day
-    same right look think also around another came come work three word must because does part even place
-    well such here take why things help put years different away again off went old number great tell men
-    say small every found still between name should home big give air line set own under read last never us
-    left end along while might next sound below saw something thought both few those always looked show large
-    often together asked house world going want school important until form food keep children feet land side
-    without boy once animals life enough took four head above kind began almost live page got earth need far
-    hand high year mother light country father let night picture being study second soon story since white
-    ever paper hard near sentence better best across during today however sure knew try told young sun thing whole
-    hear example heard several change answer room sea against top turned learn point city play toward five
-    himself usually money seen car morning river stone song time learns falls open birds turn south carry
-    bread count boats rain comes late system user assistant tool function name arguments description
+    the of and to in is it you that he was for on are with as his they be at one have this from or
+    had by but what all were when we there can an your which their if do will each about how up out
+    them then she many some so these would other into has more her two like him see time could no
+    make than first been its who now people my made over did down only way find use may water long
+    little very after words called just where most know get through back much before go good new
+    write our used me man too any day same right look think also around another came come work three
+    word must because does part even place well such here take why things help put years different
+    away again off went old number great tell men say small every found still between name should
+    home big give air line set own under read last never us left end along while might next sound
+    below saw something thought both few those always looked show large often together asked house
+    world going want school important until form food keep children feet land side without boy once
+    animals life enough took four head above kind began almost live page got earth need far hand
+    high year mother light country father let night picture being study second soon story since
+    white ever paper hard near sentence better best across during today however sure knew try told
+    young sun thing whole hear example heard several change answer room sea against top turned learn
+    point city play toward five himself usually money seen car morning river stone song time learns
+    falls open birds turn south carry bread count boats rain comes late system user assistant tool
+    function name arguments description
 """.split()  # noqa: SIM905 (words read better than a list of them)
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
