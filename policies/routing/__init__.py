@@ -19,7 +19,18 @@ from policies.routing import (
 )
 from policies.routing.base import Ask, Candidate, Choice, Policy, Trust
 
-__all__ = ["POLICIES", "Ask", "Candidate", "Choice", "Policy", "Trust", "build", "params_type"]
+__all__ = [
+    "POLICIES",
+    "Ask",
+    "BadPolicy",
+    "Candidate",
+    "Choice",
+    "Policy",
+    "Trust",
+    "build",
+    "params",
+    "params_type",
+]
 
 Maker = Callable[..., Policy]
 
@@ -36,57 +47,68 @@ POLICIES: Mapping[str, tuple[type[msgspec.Struct], Maker]] = {
 """Name in the configuration -> (its parameters, its class). The parameters' Struct is its schema."""
 
 
+class BadPolicy(ValueError):
+    """No policy can be made of a description; the text is for whoever wrote it. ``parameter`` is the
+    key at fault: ``name`` or a parameter's."""
+
+    def __init__(self, text: str, parameter: str = "name") -> None:
+        super().__init__(text)
+        self.parameter = parameter
+
+
 def build(spec: Mapping[str, object], rng: random.Random) -> Policy:
     """The policy that ``{name: …, parameter: value, …}`` describes.
 
     ``name`` is one of ``POLICIES`` or ``module:Class``, a class of someone else's whose attribute
-    ``Params`` is a msgspec Struct and which is made as ``Class(params, rng)``. Raises ``ValueError``,
-    with a message for whoever wrote the configuration, for anything else.
+    ``Params`` is a msgspec Struct and which is made as ``Class(params, rng)``. Raises ``BadPolicy``
+    for anything else.
     """
-    params, maker = _made(spec)
-    return maker(params, rng)
+    given, maker = _made(spec)
+    return maker(given, rng)
 
 
-def check(spec: Mapping[str, object]) -> None:
-    """Raises what ``build`` would, without making a policy."""
-    _made(spec)
+def params(spec: Mapping[str, object]) -> msgspec.Struct:
+    """The parameters that ``build`` would use, defaults filled in. Raises what ``build`` would."""
+    return _made(spec)[0]
 
 
 def params_type(name: str) -> type[msgspec.Struct]:
-    """The schema of a policy's parameters. Raises ``ValueError`` for an unknown name."""
+    """The schema of a policy's parameters. Raises ``BadPolicy`` for an unknown name."""
     return _entry(name)[0]
 
 
 def _made(spec: Mapping[str, object]) -> tuple[msgspec.Struct, Maker]:
     name = spec.get("name")
     if not isinstance(name, str):
-        raise ValueError(f"policy needs a name, one of {', '.join(POLICIES)}")
+        raise BadPolicy(f"policy needs a name, one of {', '.join(POLICIES)}")
     schema, maker = _entry(name)
     given = {key: value for key, value in spec.items() if key != "name"}
     known = schema.__struct_fields__
     for key in given:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"policy {name} has no parameter {key!r}{_hint(key, known)}; {takes}")
+            raise BadPolicy(f"policy {name} has no parameter {key!r}{_hint(key, known)}; {takes}", key)
     try:
         return msgspec.convert(given, schema), maker
     except msgspec.ValidationError as error:
-        raise ValueError(f"policy {name}: {error}") from None
+        what, _, where = str(error).replace("`", "").partition(" - at $.")
+        text = f"policy {name}: {where or 'parameters'}: {what[:1].lower()}{what[1:]}"
+        raise BadPolicy(text, where or "name") from None
 
 
 def _entry(name: str) -> tuple[type[msgspec.Struct], Maker]:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        raise ValueError(f"there is no policy {name!r}{_hint(name, POLICIES)}; known: {', '.join(POLICIES)}")
+        raise BadPolicy(f"there is no policy {name!r}{_hint(name, POLICIES)}; known: {', '.join(POLICIES)}")
     module, _, attribute = name.partition(":")
     try:
         maker = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"policy {name!r} cannot be imported: {error}") from None
+        raise BadPolicy(f"policy {name!r} cannot be imported: {error}") from None
     schema = getattr(maker, "Params", None)
     if not (isinstance(schema, type) and issubclass(schema, msgspec.Struct)):
-        raise ValueError(f"policy {name!r} needs an attribute Params, a msgspec Struct, for its parameters")
+        raise BadPolicy(f"policy {name!r} needs an attribute Params, a msgspec Struct, for its parameters")
     return schema, maker
 
 
