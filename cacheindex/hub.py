@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cacheindex.feed import Trust
+from cacheindex.trust import Trust
 from cacheindex.table import Table
 
 
