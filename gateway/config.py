@@ -54,6 +54,7 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     header_bytes: Bytes = 65_536
     headers: int = 100
     requests: int = 4096
+    head_s: Seconds = 10.0
     body_s: Seconds = 30.0
 
 

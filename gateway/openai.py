@@ -85,6 +85,7 @@ class CompletionRequest(_Common, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: Any = None
     echo: bool | None = False
+    logprobs: int | None = None
     suffix: str | None = None
 
 

@@ -1,0 +1,238 @@
+"""The inference listener: OpenAI's routes in front, one exchange behind each request."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from gateway import config
+from gateway.exchange import CLIENT_GONE, Call, Exchanges
+from gateway.http import HEADERS, REQUEST_ID, TENANT, App, Guard, Receive, Scope, Send, read_body, send_error
+from gateway.interrupt import Interrupt, Interrupted
+from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.openai import AnyRequest, ApiError, ChatRequest, CompletionRequest, Edits, Endpoint, edit, parse
+from gateway.route import Query
+from gateway.tenants import Tenant, Tenants
+from gateway.tokens import Prompt, Tokenizers
+from gateway.workers import Workers
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""The only paths that need no key."""
+
+PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What the inference listener is made of."""
+
+    settings: config.Gateway
+    tenants: Tenants
+    workers: Workers
+    tokenizers: Tokenizers
+    exchanges: Exchanges
+    metrics: Metrics
+
+
+class Proxied:
+    """One proxied endpoint: reads, validates, tokenizes, then hands over to ``Exchanges``."""
+
+    def __init__(self, endpoint: Endpoint, parts: Parts) -> None:
+        self._endpoint = endpoint
+        self._settings, self._tenants = parts.settings, parts.tenants
+        self._workers, self._tokenizers = parts.workers, parts.tokenizers
+        self._exchanges, self._metrics = parts.exchanges, parts.metrics
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics.submitted()
+        self._in_flight += 1
+        outcome = "crashed"
+        interrupt, reply = Interrupt(), _Reply(send)
+        watch: asyncio.Task[None] | None = None
+        try:
+            body = await read_body(receive, scope[HEADERS], self._settings.limits)
+            watch = asyncio.create_task(_watch(receive, interrupt))
+            with interrupt:
+                call = await self._call(scope, body)
+                outcome = await self._exchanges.run(call, reply)
+        except ApiError as error:
+            outcome = "refused" if error.status < 500 else "failed"
+            await send_error(send, error, scope[REQUEST_ID])
+        except Interrupted:
+            outcome = "client_gone"
+        finally:
+            if watch is not None:
+                watch.cancel()
+            self._in_flight -= 1
+            self._metrics.ended(outcome)
+
+    async def _call(self, scope: Scope, body: bytes) -> Call:
+        if self._in_flight > self._settings.limits.requests:
+            raise ApiError(
+                503, "Too many requests in flight.", kind="server_error", code="overloaded", retry_after=1
+            )
+        tenant: Tenant = scope[TENANT]
+        headers: dict[str, str] = scope[HEADERS]
+        request = parse(self._endpoint, body)
+        base, limit = self._model(request.model)
+        prompts = await self._tokenizers.prompts(self._endpoint, base, request, limit)
+        for prompt in prompts:
+            if prompt.kind != "tokens":
+                self._metrics.inexact(prompt.reason)
+        salt = self._tenants.salt(tenant, request.cache_salt)
+        ours = request.stream is True and not request.wants_usage
+        edits = Edits(
+            cache_salt=salt if self._tenants.several else None,
+            include_usage=ours,
+            drop_kv=not tenant.admin or self._tenants.open,
+        )
+        return Call(
+            path=PATHS[self._endpoint],
+            body=edit(body, edits),
+            headers=headers,
+            query=self._query(request, prompts, salt, headers, tenant),
+            strip_usage=ours,
+            private=self._hidden,
+            show_hits=not self._hidden,
+            request_id=scope[REQUEST_ID],
+        )
+
+    @property
+    def _hidden(self) -> bool:
+        """Several tenants learn nothing of what was cached, unless the operator says so."""
+        shown = self._settings.hit_headers
+        return shown == "never" or (shown == "auto" and self._tenants.several)
+
+    def _model(self, model: str | None) -> tuple[str, int | None]:
+        """The base model and context length behind an id. Raises ApiError 404, or 503 without workers."""
+        workers = self._workers.serving(model)
+        if workers and workers[0].served is not None:
+            return workers[0].served.base, workers[0].served.max_model_len
+        known = sorted(str(entry.get("id")) for entry in self._workers.models())
+        if model is not None and known:
+            raise ApiError(
+                404,
+                f"The model `{model}` does not exist; there is {', '.join(known)}.",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        raise ApiError(503, "No worker is ready.", kind="server_error", code="no_worker", retry_after=1)
+
+    def _query(
+        self,
+        request: AnyRequest,
+        prompts: list[Prompt],
+        salt: str | None,
+        headers: dict[str, str],
+        tenant: Tenant,
+    ) -> Query:
+        session = headers.get(self._settings.session_header) or request.prompt_cache_key or request.user
+        longest = request.max_tokens
+        if isinstance(request, ChatRequest):
+            longest = request.max_completion_tokens or longest
+        return Query(
+            model=request.model,
+            prompts=[prompt for prompt in prompts if prompt.kind != "none"],
+            salt=salt or "",
+            session=session or "",
+            tenant=tenant.name,
+            max_tokens=longest or 0,
+            priority=request.priority or 0,
+            readable=_reads_cache(request),
+        )
+
+
+def _reads_cache(request: AnyRequest) -> bool:
+    """Engines compute a prompt anew when its own log-probabilities are wanted."""
+    if request.prompt_logprobs is not None:
+        return False
+    return not (isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None)
+
+
+async def _watch(receive: Receive, interrupt: Interrupt) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    interrupt.fire(CLIENT_GONE)
+
+
+class _Reply:
+    """The client's side of an exchange, over ASGI."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def start(self, status: int, headers: Mapping[str, str], *, length: int | None) -> None:
+        head = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        if length is not None:
+            head.append((b"content-length", str(length).encode()))
+        else:
+            head += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def build_app(parts: Parts) -> App:
+    """The inference listener's ASGI application."""
+    app, workers, metrics = openai_app(), parts.workers, parts.metrics
+    for endpoint, path in PATHS.items():
+        app.router.routes.append(Route(path, endpoint=Proxied(endpoint, parts), methods=["POST"]))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": workers.models()})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return json_response({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        up = [worker.name for worker in workers.serving(None)]
+        return json_response({"ready": bool(up), "workers": len(up)}, 200 if up else 503)
+
+    @app.get("/metrics")
+    async def scrape(request: Request) -> Response:
+        if not request.scope[TENANT].admin:
+            raise HTTPException(403, "Metrics need an admin's key.")
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    return Guard(app, parts.tenants, parts.settings.limits, open_paths=OPEN_PATHS, admin=False)
+
+
+def openai_app() -> FastAPI:
+    """A FastAPI application whose own errors are in OpenAI's form."""
+    app = FastAPI(title="hotprefix", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        shaped = ApiError(
+            error.status_code, f"{error.detail} ({request.method} {request.url.path})", kind=kind
+        )
+        return _error_response(shaped, request, error.headers)
+
+    async def crash(request: Request, _: Exception) -> Response:
+        shaped = ApiError(
+            500, "The gateway failed; its log says why.", kind="server_error", code="internal_error"
+        )
+        return _error_response(shaped, request, None)
+
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, crash)
+    return app
+
+
+def _error_response(error: ApiError, request: Request, headers: Mapping[str, str] | None) -> Response:
+    merged = {**(headers or {}), "x-request-id": request.scope.get(REQUEST_ID, "")}
+    return Response(error.body(), error.status, merged, media_type="application/json")
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,183 @@
+"""The edge of the HTTP server: a protocol that gives up on heads that never end, and a guard that
+refuses what no well-meant client sends, in OpenAI's error form."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway import config
+from gateway.openai import ApiError
+from gateway.tenants import Tenants
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+REQUEST_ID = "hotprefix.request_id"
+TENANT = "hotprefix.tenant"
+HEADERS = "hotprefix.headers"
+MAX_REQUEST_ID = 128
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with a limit on the time and bytes a request's head may take."""
+
+    def __init__(self, *args: Any, limits: config.Limits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._head_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._timer is not None and self._head_bytes > self._limits.header_bytes:
+            self._refuse(ApiError(431, f"More than {self._limits.header_bytes} bytes of headers."))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, msg))
+
+    def _start_timer(self) -> None:
+        self._head_bytes = 0
+        self._timer = self.loop.call_later(self._limits.head_s, self._too_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        if self._head_bytes:
+            self._refuse(ApiError(408, f"The request's head took longer than {self._limits.head_s:g} s."))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        self._stop_timer()
+        body = error.body()
+        head = (
+            f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class Guard:
+    """Stands before every route: checks the head, names the request, and asks for a key on every
+    path that is not in ``open_paths``; with ``admin`` only an admin's key will do."""
+
+    def __init__(
+        self, app: App, tenants: Tenants, limits: config.Limits, *, open_paths: frozenset[str], admin: bool
+    ) -> None:
+        self._app, self._tenants, self._limits = app, tenants, limits
+        self._open_paths, self._admin = open_paths, admin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[str, str] = {}
+        scope[HEADERS] = headers
+        try:
+            self._check(scope, headers)
+        except ApiError as error:
+            await send_error(send, error, scope.get(REQUEST_ID, ""))
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: dict[str, str]) -> None:
+        raw: list[tuple[bytes, bytes]] = scope["headers"]
+        scope[REQUEST_ID] = secrets.token_hex(16)
+        size = sum(len(name) + len(value) for name, value in raw)
+        if size > self._limits.header_bytes or len(raw) > self._limits.headers:
+            raise ApiError(
+                431, f"At most {self._limits.headers} headers of {self._limits.header_bytes} bytes in all."
+            )
+        for name, value in raw:
+            headers[name.decode("latin-1")] = value.decode("latin-1")
+        if sum(name == b"host" for name, _ in raw) != 1:
+            raise ApiError(400, "A request needs exactly one Host header.")
+        given = headers.get("x-request-id", "")
+        if given and len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
+            scope[REQUEST_ID] = given
+        else:
+            headers["x-request-id"] = scope[REQUEST_ID]
+        if scope["path"] in self._open_paths:
+            return
+        tenant = self._tenants.who(headers.get("authorization"))
+        if tenant is None:
+            raise ApiError(
+                401,
+                "This server wants `Authorization: Bearer KEY` with a key it knows.",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        if self._admin and not tenant.admin:
+            raise ApiError(403, "This needs an admin's key.", kind="permission_error", code="not_admin")
+        scope[TENANT] = tenant
+
+
+async def send_error(send: Send, error: ApiError, request_id: str) -> None:
+    """Answer with an error in OpenAI's form."""
+    body = error.body()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id.encode("latin-1", "replace")),
+    ]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.status in (401,):
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(receive: Receive, headers: dict[str, str], limits: config.Limits) -> bytes:
+    """The whole request body. Raises ApiError: 413 too large, 408 too slow, 400 broken off."""
+    too_large = ApiError(
+        413, f"The body may have {limits.body_bytes} bytes (`limits.body_bytes`).", code="body_too_large"
+    )
+    declared = headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limits.body_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "The client left before its body was complete.")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise too_large
+                parts.append(part)
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError as error:
+        raise ApiError(408, f"The body took longer than {limits.body_s:g} s to arrive.") from error

@@ -1,0 +1,332 @@
+"""The gateway's pure parts, without sockets."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import config
+from gateway.interrupt import Interrupt, Interrupted
+from gateway.openai import ApiError, Edits, edit, parse
+from gateway.prediction import Prediction, cacheable, judge
+from gateway.retry import BURST, RetryBudget
+from gateway.stream import MAX_EVENT_BYTES, BrokenStream, Relay, clean_answer, read_usage
+from gateway.tenants import BadKeysFile, Tenant, Tenants, load_secret, load_tenants, new_key
+from gateway.workers import Lease, Served, Worker, Workers, parse_models
+
+CHUNKS = [
+    b'data: {"id":"1","choices":[{"delta":{"content":"h\xc3\xa9llo \xf0\x9f\x98\x80"}}]}\n\n',
+    b": keep-alive\n\n",
+    b'data: {"id":"1","choices":[{"delta":{"content":"say \\"usage\\": {}"}}]}\r\n\r\n',
+    b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":40,"completion_tokens":2,'
+    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\n',
+    b"data: [DONE]\n\n",
+]
+STREAM = b"".join(CHUNKS)
+
+
+def relayed(parts: list[bytes], *, strip: bool, private: bool = False) -> tuple[bytes, Relay]:
+    relay = Relay(strip_usage=strip, private=private)
+    return b"".join(relay.feed(part) for part in parts) + relay.end(), relay
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_stream_bytes_are_untouched_at_every_split(strip: bool) -> None:
+    expected = STREAM if not strip else STREAM.replace(CHUNKS[3], b"")
+    for first in range(len(STREAM)):
+        out, relay = relayed([STREAM[:first], STREAM[first:]], strip=strip)
+        assert out == expected
+        assert relay.usage is not None
+        assert relay.usage.cached_tokens == 32
+    assert relayed([STREAM[i : i + 1] for i in range(len(STREAM))], strip=strip)[0] == expected
+
+
+def test_a_private_stream_hides_what_was_cached() -> None:
+    out, relay = relayed([STREAM], strip=False, private=True)
+    assert b'"cached_tokens"' not in out
+    assert b'"prompt_tokens":40' in out
+    assert relay.usage is not None
+    assert relay.usage.cached_tokens == 32
+
+
+def test_an_endless_event_is_a_broken_stream() -> None:
+    relay = Relay(strip_usage=False, private=False)
+    with pytest.raises(BrokenStream):
+        for _ in range(MAX_EVENT_BYTES // 1_000_000 + 2):
+            relay.feed(b"x" * 1_000_000)
+
+
+def test_answers_lose_only_what_clients_may_not_see() -> None:
+    body = b'{"id": "a", "kv_transfer_params": {"remote_host": "x"}, "usage": {"prompt_tokens": 1}, "n": 1.0}'
+    assert json.loads(clean_answer(body, private=False)) == {
+        "id": "a",
+        "usage": {"prompt_tokens": 1},
+        "n": 1.0,
+    }
+    plain = b'{"id": "a", "kv_transfer_params": null}'
+    assert clean_answer(plain, private=True) is plain
+    assert clean_answer(b"not json kv_transfer_params", private=True) == b"not json kv_transfer_params"
+    assert read_usage(b"not json") is None
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.text(max_size=6), json_values, max_size=6), st.booleans(), st.booleans())
+def test_edits_touch_nothing_else(body: dict[str, object], usage: bool, salted: bool) -> None:
+    body.pop("stream_options", None)
+    raw = json.dumps({**body, "kv_transfer_params": {"a": 1}}).encode("utf-8", "surrogatepass")
+    out = json.loads(edit(raw, Edits(cache_salt="s" if salted else None, include_usage=usage)))
+    expected = dict(body)
+    if salted:
+        expected["cache_salt"] = "s"
+    if usage:
+        expected["stream_options"] = {"include_usage": True}
+    assert out == json.loads(json.dumps(expected))
+
+
+def test_edit_without_changes_returns_the_same_bytes() -> None:
+    raw = b'{"model" : "a"}'
+    assert edit(raw, Edits()) is raw
+    kept = b'{"kv_transfer_params":{"a":1}}'
+    assert edit(kept, Edits(drop_kv=False)) is kept
+    merged = edit(b'{"stream_options":{"x":1,"include_usage":false}}', Edits(include_usage=True))
+    assert json.loads(merged) == {"stream_options": {"x": 1, "include_usage": True}}
+
+
+def test_parse_names_the_field() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse("chat", b'{"messages":[{"role":"user"}],"stream":"x"}')
+    assert caught.value.param == "stream"
+    with pytest.raises(ApiError) as caught:
+        parse("completions", b'{"model":"a"}')
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("reach", "tokens", "block", "cached"),
+    [(0, 100, 16, 0), (96, 100, 16, 96), (96, 96, 16, 80), (96, 97, 16, 96), (96, 96, 32, 64), (48, 64, 32, 32), (16, 0, 16, 0)],
+)  # fmt: skip
+def test_what_an_engine_can_count_as_cached(reach: int, tokens: int, block: int, cached: int) -> None:
+    assert cacheable(reach, tokens, block) == cached
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reported", "evicted", "cause"),
+    [
+        (Prediction(64, 64, 16), 64, False, "match"),
+        (Prediction(64, 64, 16), 48, False, "match"),
+        (Prediction(64, 64, 16), 80, False, "match"),
+        (Prediction(64, 64, 16), 0, False, "over"),
+        (Prediction(64, 64, 16), 0, True, "evicted"),
+        (Prediction(0, 64, 16), 64, False, "pending"),
+        (Prediction(0, 64, 16), 80, False, "pending"),
+        (Prediction(0, 64, 16), 96, False, "under"),
+        (Prediction(64, 64, 16), None, False, "unreported"),
+        (Prediction(64, 64, 16, readable=False), 0, False, "unread"),
+        (Prediction(64, 64, 16, prompts=2), 0, False, "several"),
+    ],
+)
+def test_what_a_difference_means(
+    prediction: Prediction, reported: int | None, evicted: bool, cause: str
+) -> None:
+    assert judge(prediction, reported, evicted=evicted) == cause
+
+
+def test_retry_budget_is_a_share_of_requests_and_a_floor_of_time() -> None:
+    now = [0.0]
+    budget = RetryBudget(share=0.1, floor=2.0, clock=lambda: now[0])
+    assert sum(budget.take() for _ in range(100)) == BURST
+    for _ in range(100):
+        budget.request()
+    assert sum(budget.take() for _ in range(100)) == pytest.approx(10, abs=1)
+    now[0] += 3.0
+    assert sum(budget.take() for _ in range(100)) == 6
+
+
+async def test_interrupt_becomes_an_exception_only_inside_its_block() -> None:
+    interrupt = Interrupt()
+    interrupt.fire("too early")
+    with pytest.raises(Interrupted, match="gone"), interrupt:
+        asyncio.get_running_loop().call_soon(interrupt.fire, "gone")
+        await asyncio.Event().wait()
+    interrupt.fire("too late")
+    await asyncio.sleep(0)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_nested_interrupts_are_told_apart() -> None:
+    outer, inner = Interrupt(), Interrupt()
+    with pytest.raises(Interrupted, match="outer"), outer, inner:
+        asyncio.get_running_loop().call_soon(outer.fire, "outer")
+        await asyncio.Event().wait()
+    outer, inner = Interrupt(), Interrupt()
+    with pytest.raises(Interrupted, match="inner"), outer, inner:
+        asyncio.get_running_loop().call_soon(inner.fire, "inner")
+        await asyncio.Event().wait()
+
+
+async def test_a_real_cancellation_stays_one() -> None:
+    interrupt = Interrupt()
+
+    async def wait() -> None:
+        with interrupt:
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def fleet(count: int = 2) -> tuple[Workers, list[str], list[str]]:
+    ups: list[str] = []
+    downs: list[str] = []
+    specs = [config.Worker(name=f"w{i}", url=f"http://x{i}") for i in range(count)]
+    workers = Workers(
+        specs,
+        config.Health(failures=3),
+        on_up=lambda worker: ups.append(worker.name),
+        on_down=lambda worker, _: downs.append(worker.name),
+    )
+    return workers, ups, downs
+
+
+SERVED = Served(base="m", names={"m": "", "ad": "ad"}, entries=[{"id": "m"}, {"id": "ad"}], started=1.0)
+
+
+def test_a_worker_goes_down_after_failures_or_one_refusal_and_comes_back() -> None:
+    workers, ups, downs = fleet()
+    worker = workers.get("w0")
+    assert workers.serving("m") == []
+    workers.passed(worker, SERVED)
+    assert (ups, workers.serving("ad"), workers.serving("zz")) == (["w0"], [worker], [])
+    for _ in range(2):
+        workers.failed(worker, "slow", refused=False)
+    workers.passed(worker, SERVED)
+    assert downs == []
+    for _ in range(3):
+        workers.failed(worker, "slow", refused=False)
+    assert downs == ["w0"]
+    workers.passed(worker, SERVED)
+    workers.failed(worker, "refused", refused=True)
+    assert downs == ["w0", "w0"]
+    assert ups == ["w0", "w0"]
+
+
+def test_another_start_time_is_another_life() -> None:
+    workers, ups, downs = fleet()
+    worker = workers.get("w0")
+    workers.passed(worker, SERVED)
+    calls: list[int] = []
+    workers.lease("w0", 10, lambda: calls.append(1))
+    workers.passed(worker, msgspec.structs.replace(SERVED, started=2.0))
+    assert (ups, downs, calls, worker.up) == (["w0", "w0"], ["w0"], [1], True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["open", "first", "release"]), st.integers(0, 5), st.integers(0, 999)))
+)
+def test_leases_are_released_exactly_once(steps: list[tuple[str, int, int]]) -> None:
+    workers, _, _ = fleet(1)
+    worker: Worker = workers.get("w0")
+    leases: list[Lease] = []
+    for step, index, tokens in steps:
+        if step == "open":
+            leases.append(workers.lease("w0", tokens, lambda: None))
+        elif leases:
+            lease = leases[index % len(leases)]
+            if step == "first":
+                lease.first_byte()
+            else:
+                lease.release()
+        worker.check_integrity()
+    for lease in leases * 2:
+        lease.release()
+    assert (worker.running, worker.queued_tokens) == (0, 0)
+
+
+def test_models_of_an_engine_are_read_with_adapters_and_aliases() -> None:
+    served = parse_models(
+        {
+            "data": [
+                {"id": "m", "root": "/x", "max_model_len": 9},
+                {"id": "alias"},
+                {"id": "ad", "parent": "m"},
+            ]
+        },
+        3.0,
+    )
+    assert served.names == {"m": "", "alias": "", "ad": "ad"}
+    assert (served.base, served.root, served.max_model_len) == ("m", "/x", 9)
+    for bad in ({}, {"data": []}, {"data": [{}]}, [], {"data": [{"id": 3}]}):
+        with pytest.raises(ValueError, match="no model"):
+            parse_models(bad, 0.0)
+
+
+def test_keys_files(tmp_path: Path) -> None:
+    key, entry = new_key("acme")
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n- tenant: acme\n  sha256: {entry.sha256}\n")
+    tenants = load_tenants(str(path), b"s" * 32)
+    assert tenants.who(f"Bearer {key}") == Tenant("acme")
+    assert tenants.who(f"bearer {key}") == Tenant("acme")
+    for wrong in (None, "", key, f"Basic {key}", f"Bearer {key[:-1]}", "Bearer ", "Bearer \udcff"):
+        assert tenants.who(wrong) is None
+    assert not tenants.several
+    assert tenants.salt(Tenant("acme"), "own") == "own"
+    for text in (
+        "keys: []",
+        "nonsense",
+        "keys: [{tenant: a, sha256: zz}]",
+        "keys: [{tenant: a, sha256: 00, x: 1}]",
+        "- [",
+    ):
+        path.write_text(text)
+        with pytest.raises(BadKeysFile, match="keys"):
+            load_tenants(str(path), b"s" * 32)
+    with pytest.raises(BadKeysFile, match="No such file"):
+        load_tenants(str(tmp_path / "none"), b"")
+
+
+@given(
+    st.text(max_size=5), st.text(max_size=5), st.none() | st.text(max_size=5), st.none() | st.text(max_size=5)
+)
+def test_no_two_tenants_share_a_salt(one: str, two: str, salt: str | None, other: str | None) -> None:
+    entries = [new_key("a")[1], new_key("b")[1]]
+    tenants = Tenants(entries, b"k" * 32)
+    one, two = one.encode("utf-8", "replace").decode(), two.encode("utf-8", "replace").decode()
+    same = (one, salt or "") == (two, other or "")
+    assert (tenants.salt(Tenant(one), salt) == tenants.salt(Tenant(two), other)) == same
+
+
+def test_secret_files(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"x" * 40)
+    path.chmod(0o644)
+    with pytest.raises(BadKeysFile, match="chmod 600"):
+        load_secret(str(path))
+    path.chmod(0o600)
+    assert load_secret(str(path)) == b"x" * 40
+    path.write_bytes(b"short")
+    with pytest.raises(BadKeysFile, match="at least 16"):
+        load_secret(str(path))
+    assert len(load_secret(None)) == 32
+    assert load_secret(None) != load_secret(None)
