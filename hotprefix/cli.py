@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hotprefix.errors import NoEngine, UserError
+from hotprefix.errors import CommandError, UserError
 
 Run = Callable[[Sequence[str]], int]
 
@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "up": Command("hotprefix.up:main", "start engines and a gateway on this machine, stop them on Ctrl-C"),
-    "gateway": Command("hotprefix.commands:gateway", "start a gateway before engines that already run"),
+    "gateway": Command("hotprefix.run_gateway:main", "start a gateway before engines that already run"),
     "config show": Command(
         "hotprefix.settings:show", "print the merged configuration and where each value is from"
     ),
@@ -41,15 +41,10 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """The help text, made from the table."""
+    """The help text, made from the table and from this file's first lines."""
     rows = "\n".join(f"  {name:<14} {command.help}" for name, command in COMMANDS.items())
-    return (
-        f"usage: hotprefix COMMAND [OPTIONS]\n\n{rows}\n\nhotprefix COMMAND --help says more. {_statuses()}"
-    )
-
-
-def _statuses() -> str:
-    return " ".join((__doc__ or "").split("\n\n")[1].split())
+    statuses = (__doc__ or "").split("\n\n")[1].strip()
+    return f"usage: hotprefix COMMAND [OPTIONS]\n\n{rows}\n\nhotprefix COMMAND --help says more.\n\n{statuses}"
 
 
 def find(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -85,12 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         name, rest = find(given)
         return load(COMMANDS[name].target)(rest)
-    except NoEngine as error:
+    except CommandError as error:
         print(f"hotprefix: {error}", file=sys.stderr)
-        return 3
-    except UserError as error:
-        print(f"hotprefix: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hotprefix.errors import NoEngine, UserError
+from hotprefix.errors import CommandError, NoEngine
 from hotprefix.home import Home, checkout
 from hotprefix.progress import Say
 
@@ -70,7 +70,7 @@ def current_stamp(pins: bytes) -> str:
     return f"{hashlib.sha256(pins + _SETUPTOOLS.encode()).hexdigest()} {python}\n"
 
 
-def explain(output: str) -> UserError:
+def explain(output: str) -> CommandError:
     """One line for a pip that failed with ``output``."""
     missing = next((line for line in output.splitlines() if "No matching distribution found for" in line), "")
     wanted = missing.rpartition(" for ")[2].strip()
@@ -89,7 +89,7 @@ def explain(output: str) -> UserError:
             f"pip does not find {wanted} for {here} (torch may need {TORCH_INDEX_VARIABLE} too), {_OFFER}"
         )
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
-    return UserError(f"setting up the engine failed: {last.strip()[:300]}")
+    return CommandError(f"setting up the engine failed: {last.strip()[:300]}")
 
 
 def pip_install(
@@ -119,7 +119,7 @@ def pip_install(
 
 
 def ensure_engine(home: Home, say: Say, environ: Mapping[str, str] = os.environ) -> Path:
-    """The engine's Python, set up first if it is not there (about 2.5 GB). Raises UserError."""
+    """The engine's Python, set up first if it is not there (about 2.5 GB). Raises CommandError."""
     python = home.engine / "bin" / "python"
     pins = pins_file()
     stamp = current_stamp(pins.read_bytes())

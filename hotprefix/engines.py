@@ -15,7 +15,7 @@ from typing import Literal, Protocol, Self
 
 import msgspec
 
-from hotprefix.errors import UserError
+from hotprefix.errors import CommandError
 from hotprefix.home import Home
 from hotprefix.processes import Child, Port, RunFolder, wait_until
 from hotprefix.progress import Board, Say
@@ -54,8 +54,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Part(Protocol):
     """Something started that becomes healthy or dies."""
 
-    name: str
-    url: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def ready_url(self) -> str: ...
 
     @property
     def exit_code(self) -> int | None: ...
@@ -63,10 +69,10 @@ class Part(Protocol):
     def tail(self, lines: int = 20) -> str: ...
 
 
-def healthy(url: str, path: str = "/health") -> bool:
-    """Whether ``url`` answers 200 at ``path`` now."""
+def answers(url: str) -> bool:
+    """Whether ``url`` answers 200 now."""
     try:
-        with _DIRECT.open(url + path, timeout=2.0) as answer:
+        with _DIRECT.open(url, timeout=2.0) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
@@ -102,6 +108,11 @@ class Engine:
         return {"endpoint": self.events, "replay_endpoint": self.replay, "topic": self.topic}
 
     @property
+    def ready_url(self) -> str:
+        """Answers 200 once the engine serves."""
+        return f"{self.url}/health"
+
+    @property
     def pid(self) -> int | None:
         """The engine's main process."""
         return self._child.pid
@@ -118,7 +129,7 @@ class Engine:
 
     def healthy(self) -> bool:
         """Whether it answers now."""
-        return self.exit_code is None and healthy(self.url)
+        return self.exit_code is None and answers(self.ready_url)
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log."""
@@ -134,7 +145,7 @@ class Engine:
         self._child = self._start(keep_log=True)
 
     def wait_healthy(self, timeout_s: float = 240.0) -> None:
-        """Raises UserError with the tail of its log when it dies or takes too long."""
+        """Raises CommandError with the tail of its log when it dies or takes too long."""
         wait_all([self], timeout_s)
 
     def ask_to_stop(self) -> None:
@@ -217,7 +228,7 @@ def wait_all(
     board: Board | None = None,
     keep_on: Callable[[], None] = lambda: None,
 ) -> None:
-    """Returns when every part is healthy. Raises UserError with a log's tail when one dies, or when
+    """Returns when every part is healthy. Raises CommandError with a log's tail when one dies, or when
     ``timeout_s`` is over. ``keep_on`` is called at each look and may raise to give up."""
     waiting = list(parts)
 
@@ -225,8 +236,8 @@ def wait_all(
         keep_on()
         for part in list(waiting):
             if part.exit_code is not None:
-                raise UserError(f"{part.name} ended with status {part.exit_code}; its log:\n{part.tail()}")
-            if healthy(part.url):
+                raise CommandError(f"{part.name} ended with status {part.exit_code}; its log:\n{part.tail()}")
+            if answers(part.ready_url):
                 waiting.remove(part)
                 if board is not None:
                     board.done(part.name, part.url)
@@ -236,7 +247,7 @@ def wait_all(
 
     if not wait_until(look, timeout_s):
         late = waiting[0]
-        raise UserError(f"{late.name} is not healthy after {timeout_s:.0f} s; its log:\n{late.tail()}")
+        raise CommandError(f"{late.name} is not healthy after {timeout_s:.0f} s; its log:\n{late.tail()}")
 
 
 class Fleet:

@@ -1,13 +1,24 @@
-"""What a command can tell its user. The tree:
+"""Why a command ends without having done its work. The tree, with exit statuses:
 
-UserError            one clear line, exit status 2: the user can put it right
-└── NoEngine         a real engine cannot be installed here; the simulated one still can
+CommandError         1  what was asked for failed; the text says how
+├── UserError        2  a mistake in what was asked for: one clear line, the user can put it right
+└── NoEngine         3  a real engine cannot be had on this machine; a simulated one still can
 """
 
 
-class UserError(Exception):
-    """A mistake of the user or of the machine; its text is the one line that is shown."""
+class CommandError(Exception):
+    """Its text is all that is shown, never a stack trace."""
+
+    status = 1
 
 
-class NoEngine(UserError):
+class UserError(CommandError):
+    """Wrong flags, names, files, values."""
+
+    status = 2
+
+
+class NoEngine(CommandError):
     """vLLM cannot be installed here."""
+
+    status = 3

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from hotprefix.engine_env import ensure_engine, locked
-from hotprefix.errors import UserError
+from hotprefix.errors import CommandError, UserError
 from hotprefix.home import Home, checkout
 from hotprefix.progress import Say
 
@@ -21,7 +21,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def ensure_model(home: Home, named: str, say: Say) -> str:
     """What an engine is told as its model: the absolute path of a folder, or a hub name as given.
-    The default is downloaded and converted first if it is not there. Raises UserError."""
+    The default is downloaded and converted first if it is not there. Raises CommandError."""
     if named != DEFAULT_MODEL:
         return resolve(named)
     folder = home.models / DEFAULT_MODEL
@@ -83,4 +83,4 @@ def _run(command: list[str], log: Path, output: int) -> None:
     done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
     if done.returncode != 0:
         lines = log.read_text(errors="replace").splitlines() or ["no output"]
-        raise UserError(f"making the model failed: {lines[-1][:300]}; all of it is in {log}")
+        raise CommandError(f"making the model failed: {lines[-1][:300]}; all of it is in {log}")
