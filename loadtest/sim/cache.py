@@ -10,7 +10,7 @@ request's tail is taken before its head, and blocks without a hash before all ot
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -247,16 +247,3 @@ class BlockCache:
         parent = hashes[-1] if hashes else self._root
         extra = f"{space.adapter}\0{space.salt if start == 0 else ''}".encode()
         hashes.append(hashlib.sha256(parent + block + extra).digest())
-
-
-def total_blocks(events: Iterable[CacheEvent]) -> int:
-    """Blocks stored minus copies removed: what a listener must count to stay right."""
-    count = 0
-    for event in events:
-        if isinstance(event, Stored):
-            count += len(event.hashes)
-        elif isinstance(event, Removed):
-            count -= 1
-        else:
-            count = 0
-    return count

@@ -5,7 +5,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import httptools
 
@@ -100,8 +100,7 @@ class Connection(asyncio.Protocol):
         self._size = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
