@@ -17,7 +17,7 @@ class Ignore(msgspec.Struct, frozen=True):
 
 class Resync(msgspec.Struct, frozen=True):
     """Ask the source for its batches from this number on. Answers go to ``replayed``, then
-    ``replay_ended``; ``replay_failed`` when there is none. One at a time (see ``replaying``)."""
+    ``replay_ended``; ``tick`` notices when they stay away. One at a time (see ``replaying``)."""
 
     from_seq: int
 

@@ -63,11 +63,15 @@ class _Node:
 
 class Translator:
     """``reason`` is "" while the source can be followed; else why it cannot, for people: nothing
-    more is translated until a new one is made. ``skipped`` counts what was passed over by cause."""
+    more is translated until a new one is made. ``skipped`` counts what was passed over by cause, in
+    the given counter where there is one. ``gpu_only``: nothing was said of other tiers."""
 
-    def __init__(self, model: str, secret: bytes, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(
+        self, model: str, secret: bytes, max_blocks: int = MAX_BLOCKS, skipped: Counter[str] | None = None
+    ) -> None:
         self.reason = ""
-        self.skipped: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter() if skipped is None else skipped
+        self.gpu_only = True
         self._model, self._secret, self._max_blocks = model, secret, max_blocks
         self._roots: dict[tuple[str, str], bytes] = {}
         self._groups: dict[int, _Group] = {}
@@ -302,6 +306,7 @@ class Translator:
         else:
             self._nodes.move_to_end(name)
         known.refs += 1
+        self.gpu_only = self.gpu_only and place[0] == "gpu"
         held = self._held.setdefault(place, {})
         held[known.name] = copies = held.get(known.name, 0) + 1
         if copies == 1:

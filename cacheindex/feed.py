@@ -213,11 +213,6 @@ class Feed(Generic[Body]):
             self._ask("gap", now)
         return self._take()
 
-    def replay_failed(self, now: float) -> list[Action[Body]]:
-        """No answer, or it stopped in the middle."""
-        self._fail_replay(now)
-        return self._take()
-
     # ---- time and outcomes ----
 
     def tick(self, now: float) -> list[Action[Body]]:

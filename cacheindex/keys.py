@@ -126,7 +126,7 @@ def proofs(
         yield digest.digest()
 
 
-def text_tokens(text: str) -> array[int]:
+def text_tokens(text: str) -> "array[int]":
     """Text as pseudo-tokens of four UTF-8 bytes, for a ``text`` namespace: 64 bytes a block,
     about as much prompt as 16 tokens of English."""
     data = _utf8(text)
@@ -156,7 +156,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def _words(data: bytes) -> array[int]:
+def _words(data: bytes) -> "array[int]":
     words = array("I", data)
     if sys.byteorder == "big":
         words.byteswap()

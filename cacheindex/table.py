@@ -28,7 +28,7 @@ HISTORY = 131_072
 _ALL = b""  # In the history: everything this slot held.
 
 
-class Slot(msgspec.Struct, frozen=True):
+class Slot(msgspec.Struct, frozen=True, cache_hash=True):
     """One place of one holder. ``stride`` is the tokens of its blocks: it holds the keys of whole
     blocks only, so with 32 the keys at indices 1, 3, 5 … of a prompt. ``group`` tells apart the KV
     groups of a hybrid model, each of which a prefix needs."""
@@ -120,22 +120,21 @@ class Table:
     def _walk(self, keys: Sequence[bytes], stride: int, found: dict[Slot, int]) -> None:
         step = stride // BLOCK_TOKENS
         part = keys if step == 1 else keys[step - 1 :: step]
-        get = self._entries.get
         alive: frozenset[Slot] | None = None
-        before: object = self
-        for index, key in enumerate(part):
-            holders = get(key)
-            if holders is before:
+        passed: set[_Holders | None] = set()  # Sets that hold for everybody who is still alive.
+        for index, holders in enumerate(map(self._entries.get, part)):
+            if holders in passed:
                 continue
-            before = holders
             slots = _NOBODY if holders is None else holders.by_stride.get(stride, _NOBODY)
             still = slots if alive is None else alive & slots
-            if alive is not None and len(still) != len(alive):
-                for slot in alive - still:
+            if alive is None or len(still) != len(alive):
+                for slot in (alive or _NOBODY) - still:
                     found[slot] = index * stride
-            alive = still
-            if not alive:
-                return
+                if not still:
+                    return
+                alive = still
+                passed.clear()
+            passed.add(holders)
         for slot in alive or ():
             found[slot] = len(part) * stride
 
@@ -191,14 +190,18 @@ class Table:
         known = self._slots.get(slot)
         if known is None:
             return
+        moves: dict[_Holders, _Holders | None] = {}
         for key in keys:
             old = self._entries.get(key)
             if old is None or known not in old.slots:
                 continue
             self._note(known, key)
-            rest = old.slots - {known}
-            if rest:
-                self._put(key, old, self._intern(rest))
+            if old not in moves:
+                rest = old.slots - {known}
+                moves[old] = self._intern(rest) if rest else None
+            new = moves[old]
+            if new is not None:
+                self._put(key, old, new)
             else:
                 del self._entries[key]
                 self._release(old)
