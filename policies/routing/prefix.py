@@ -75,16 +75,16 @@ class Prefix:
         best = lightest(fit, self._rng, cost)
         keep = cost(longest)[0] - cost(best)[0] <= self._params.slack_tokens
         chosen = longest if keep else best
-        if self._followers.due(ask, depth):
+        if self._followers.due(chosen.worker, ask, depth):
             others = [
                 candidate
                 for candidate in fit
                 if self._counted(ask, candidate) < depth and self._load(candidate) <= self._load(chosen)
             ]
             if others:
-                self._followers.clear(ask, depth)
+                self._followers.clear(chosen.worker, ask, depth)
                 return lightest(others, self._rng, self._weight), "spread"
-        self._followers.add(ask, depth)
+        self._followers.add(chosen.worker, ask, depth)
         return chosen, "held" if keep else "guard"
 
     def _counted(self, ask: Ask, candidate: Candidate) -> int:
@@ -99,7 +99,8 @@ class Prefix:
 
 
 class Followers:
-    """For each prefix that others go on from: the tokens they brought since it was last computed anew.
+    """For each prefix that others go on from, and each worker they were sent to for it: the tokens of
+    their own that they brought there since the prefix was last given to one more worker.
 
     A conversation never comes due: what a turn brings becomes part of the next turn's prefix, which
     is counted as another one. Prompts that share a beginning and then part do: their own tokens add
@@ -113,19 +114,21 @@ class Followers:
         self._times = times
         self._brought: dict[int, int] = {}  # unused longest first
 
-    def due(self, ask: Ask, depth: int) -> bool:
-        return 0 < self._times * depth <= self._brought.get(_place(ask, depth), 0)
+    def due(self, worker: str, ask: Ask, depth: int) -> bool:
+        return 0 < self._times * depth <= self._brought.get(_place(worker, ask, depth), 0)
 
-    def add(self, ask: Ask, depth: int) -> None:
+    def add(self, worker: str, ask: Ask, depth: int) -> None:
         if self._times and ask.prompt_tokens > depth:
-            place = _place(ask, depth)
+            place = _place(worker, ask, depth)
             self._brought[place] = self._brought.pop(place, 0) + ask.prompt_tokens - depth
             if len(self._brought) > self.BOUND:
                 del self._brought[next(iter(self._brought))]
 
-    def clear(self, ask: Ask, depth: int) -> None:
-        self._brought.pop(_place(ask, depth), None)
+    def clear(self, worker: str, ask: Ask, depth: int) -> None:
+        self._brought.pop(_place(worker, ask, depth), None)
 
 
-def _place(ask: Ask, depth: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{depth}\0{ask.tenant}\0{ask.prefix}".encode("utf-8", "surrogatepass"))
+def _place(worker: str, ask: Ask, depth: int) -> int:
+    return xxhash.xxh3_64_intdigest(
+        f"{depth}\0{worker}\0{ask.tenant}\0{ask.prefix}".encode("utf-8", "surrogatepass")
+    )
