@@ -6,13 +6,14 @@ from fastapi import Response
 from prometheus_client.core import Metric
 
 from cacheindex.hub import Hub
+from cacheindex.table import Table
 from gateway.app import Parts, json_response, openai_app
 from gateway.http import App, Guard
 from gateway.metrics import CONTENT_TYPE, counter, gauge
 from gateway.workers import Workers
 
 
-def build_admin(parts: Parts, hub: Hub) -> App:
+def build_admin(parts: Parts, hub: Hub, table: Table) -> App:
     """The admin listener's ASGI application; every path but ``/health`` wants an admin's key."""
     workers, metrics = parts.workers, parts.metrics
     app = openai_app()
@@ -31,7 +32,7 @@ def build_admin(parts: Parts, hub: Hub) -> App:
 
     @app.get("/v1/index")
     async def index() -> Response:
-        return json_response(hub.table.stats())
+        return json_response(table.stats())
 
     return Guard(app, parts.tenants, parts.settings.limits, open_paths=frozenset({"/health"}), admin=True)
 
@@ -50,7 +51,7 @@ def _describe(name: str, workers: Workers, hub: Hub) -> dict[str, object]:
     }
 
 
-def observe(workers: Workers, hub: Hub) -> Iterable[Metric]:
+def observe(workers: Workers, hub: Hub, table: Table) -> Iterable[Metric]:
     """Gauges and counters of state that others keep, read at each scrape."""
     everyone = workers.all()
     by_name = {(worker.name,): worker for worker in everyone}
@@ -94,7 +95,7 @@ def observe(workers: Workers, hub: Hub) -> Iterable[Metric]:
         ["worker", "cause"],
         {(name, cause): float(n) for name, status in sources.items() for cause, n in status.skipped.items()},
     )
-    stats = hub.table.stats()
+    stats = table.stats()
     yield gauge("hotprefix_index_entries", "Keys in the index.", [], {(): float(stats.entries)})
     yield gauge("hotprefix_index_bytes", "Bytes the index uses.", [], {(): float(stats.bytes_used)})
     yield counter(

@@ -54,7 +54,7 @@ class Proxied:
         interrupt, reply = Interrupt(), _Reply(send)
         watch: asyncio.Task[None] | None = None
         try:
-            body = await read_body(receive, scope[HEADERS], self._settings.limits)
+            body = await read_body(receive, self._settings.limits)
             watch = asyncio.create_task(_watch(receive, interrupt))
             with interrupt:
                 call = await self._call(scope, body)

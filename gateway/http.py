@@ -21,6 +21,8 @@ REQUEST_ID = "hotprefix.request_id"
 TENANT = "hotprefix.tenant"
 HEADERS = "hotprefix.headers"
 MAX_REQUEST_ID = 128
+UNREAD = (408, 413)
+"""Errors after which the rest of a request's body may still be on its way."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -150,34 +152,39 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     ]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
-    if error.status in (401,):
+    if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in UNREAD:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def read_body(receive: Receive, headers: dict[str, str], limits: config.Limits) -> bytes:
-    """The whole request body. Raises ApiError: 413 too large, 408 too slow, 400 broken off."""
-    too_large = ApiError(
-        413, f"The body may have {limits.body_bytes} bytes (`limits.body_bytes`).", code="body_too_large"
-    )
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limits.body_bytes:
-        raise too_large
+async def read_body(receive: Receive, limits: config.Limits) -> bytes:
+    """The whole request body. Raises ApiError: 413 too large, 408 too slow, 400 broken off.
+
+    Of a body that is too large as much again is read and thrown away, since a client that is still
+    sending would not see the answer.
+    """
     parts: list[bytes] = []
-    size = 0
+    size, more = 0, True
     try:
         async with asyncio.timeout(limits.body_s):
-            while True:
+            while more and size <= 2 * limits.body_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ApiError(400, "The client left before its body was complete.")
                 part = message.get("body", b"")
                 size += len(part)
-                if size > limits.body_bytes:
-                    raise too_large
-                parts.append(part)
-                if not message.get("more_body"):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
+                if size <= limits.body_bytes:
+                    parts.append(part)
+                more = message.get("more_body", False)
     except TimeoutError as error:
         raise ApiError(408, f"The body took longer than {limits.body_s:g} s to arrive.") from error
+    if size > limits.body_bytes:
+        raise ApiError(
+            413,
+            f"A body may have {limits.body_bytes} bytes here (`limits.body_bytes`).",
+            code="body_too_large",
+        )
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -47,10 +47,11 @@ class Gateway:
         self.tenants = load_tenants(settings.keys_file, secret)
         clock = time.monotonic
         self.metrics = Metrics(worker.name for worker in settings.workers)
-        self.hub = Hub(Table(settings.index.bytes), secret=secret)
+        self.index = Table(settings.index.bytes)
+        self.hub = Hub(self.index, secret=secret)
         self.router = Router(
             build(settings.policy, random.Random(settings.seed)),
-            self.hub.table,
+            self.index,
             self.hub,
             learned_bytes=settings.index.learned_bytes,
             predicted_s=settings.index.predicted_s,
@@ -60,7 +61,7 @@ class Gateway:
         self.workers = Workers(settings.workers, settings.health, self._up, self._down)
         self.tokenizers = Tokenizers(settings.tokens)
         self.budget = RetryBudget(settings.upstream.retry_share, settings.upstream.retry_floor, clock)
-        self.metrics.observe(functools.partial(observe, self.workers, self.hub))
+        self.metrics.observe(functools.partial(observe, self.workers, self.hub, self.index))
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,7 +78,7 @@ class Gateway:
         self.hub.start()
         self.health.start()
         parts = Parts(self.settings, self.tenants, self.workers, self.tokenizers, exchanges, self.metrics)
-        return build_app(parts), build_admin(parts, self.hub)
+        return build_app(parts), build_admin(parts, self.hub, self.index)
 
     async def stop(self) -> None:
         await self.health.close()

@@ -116,7 +116,7 @@ async def test_restart_on_the_same_port_forgets_old_entries(start: Any, seq: str
         epochs = stack.gateway.hub.status(owner).epochs
         await stack.engine(owner).restart(seq)
         await eventually(lambda: stack.gateway.hub.status(owner).epochs > epochs, deadline=2)
-        await eventually(lambda: not stack.gateway.hub.table.stats().entries, deadline=1)
+        await eventually(lambda: not stack.gateway.index.stats().entries, deadline=1)
         await eventually(lambda: len(stack.gateway.workers.serving(None)) == 2)
         again = await stack.chat(LONG)
         assert again.status_code == 200
