@@ -299,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``python -m loadtest.simengine``."""
     import uvloop  # noqa: PLC0415 (only the process wants it)
 
-    return uvloop.run(serve(parse_config(sys.argv[1:] if argv is None else argv)))
+    config = parse_config(sys.argv[1:] if argv is None else argv)
+    # uvloop gathers the writes of a turn into one; the fast mode's chunks must be writes of their own.
+    return asyncio.run(serve(config)) if config.fast else uvloop.run(serve(config))
 
 
 if __name__ == "__main__":
