@@ -284,7 +284,9 @@ class Feed(Generic[Body]):
         if batch.seq == 0 or not self._can_replay or fruitless:
             missing = "no answer to a replay" if fruitless else "there is no replay"
             self._start_at(batch.seq, f"joined at batch {batch.seq}, and {missing}")
-            self._wanted = "rebuild" if fruitless and batch.seq else self._wanted
+            self._wanted = "rebuild" if fruitless and batch.seq else ""
+            if self._replay is not None:
+                self._replay.why = "probe"  # Nothing came before: no history to wait for.
             self._apply(batch)
             self._drain()
         else:
