@@ -51,6 +51,8 @@ def _numbers(section: dict[str, object], prefix: str) -> Iterator[Problem]:
             yield key, "must be a finite number; leave it out for the default"
         elif value < 0 and name != "seed":
             yield key, f"is {value}; must not be negative"
+        elif value >= 2**62:
+            yield key, "is too large"
         elif value == 0 and name not in MAY_BE_ZERO:
             yield key, "is 0; must be greater"
         elif name == "port" and value > 65_535:

@@ -72,12 +72,15 @@ for _tag, _pattern, _first in (
 
 def from_file(path: str, known: Mapping[str, Leaf]) -> Layer:
     """The file's values. Unreadable, too large, not YAML, and unknown or repeated keys are problems."""
+    layer = Layer()
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             return Layer(problems=[f"{path}: is larger than {MAX_FILE_BYTES} bytes; is it the right file?"])
         root = _compose(text.decode())
+        if root is not None:
+            _Walk(path, known, layer).section(root, "")
     except OSError as error:
         return Layer(problems=[f"{path}: cannot be read: {error.strerror}"])
     except UnicodeDecodeError as error:
@@ -86,9 +89,6 @@ def from_file(path: str, known: Mapping[str, Leaf]) -> Layer:
         return Layer(problems=[_said(error, path)])
     except RecursionError:
         return Layer(problems=[f"{path}: is nested too deeply"])
-    layer = Layer()
-    if root is not None:
-        _Walk(path, known, layer).section(root, "")
     return layer
 
 
@@ -101,7 +101,7 @@ def from_environ(environ: Mapping[str, str], known: Mapping[str, Leaf]) -> Layer
         if leaf := variables.get(name):
             _take(layer, leaf, environ[name], name)
         elif name.startswith(PREFIX) and name not in OTHER_VARIABLES:
-            hint = nearest(name, [*variables, *OTHER_VARIABLES])
+            hint = nearest(name, [*variables, *OTHER_VARIABLES], PREFIX)
             layer.problems.append(f"{name}: is no variable of hotprefix{hint}")
     return layer
 
@@ -116,8 +116,10 @@ def from_flags(argv: Sequence[str], known: Mapping[str, Leaf], aliases: Mapping[
         flag, equals, text = words.pop(0).partition("=")
         leaf = flags.get(flag)
         if leaf is None:
-            what = "is no flag of hotprefix" if flag.startswith("-") else "is not expected here"
-            layer.problems.append(f"{flag}: {what}{nearest(flag, flags)}")
+            if flag.startswith("-"):
+                layer.problems.append(f"{flag}: is no flag of hotprefix{nearest(flag, flags, '--')}")
+            else:
+                layer.problems.append(f"{flag}: is not expected here; a flag comes first")
             # The word after an unknown flag is its value, not one more mistake.
             if flag.startswith("--") and not equals and words and not words[0].startswith("--"):
                 words.pop(0)
@@ -147,7 +149,7 @@ def _take(layer: Layer, leaf: Leaf, text: str, origin: str) -> None:
                     f"{origin}: {path}: is given twice" for path, _ in _repeated(root, leaf.key)
                 ]
             layer.given[leaf.key] = Given(None if root is None else _value(root), origin)
-        except (yaml.YAMLError, RecursionError):
+        except (yaml.YAMLError, RecursionError, ValueError):
             layer.problems.append(f"{origin}: {leaf.key}: is not valid YAML or JSON")
 
 
@@ -167,9 +169,11 @@ class _Walk:
         seen: set[str] = set()
         for name, item in node.value:
             key = f"{prefix}{name.value}"
-            if key in seen:
+            if not isinstance(name, yaml.ScalarNode):
+                self._problem(name, "a key must be a word")
+            elif key in seen:
                 self._problem(name, f"{key}: is given twice")
-            elif key in self._known and "." not in str(name.value):
+            elif key in self._known and "." not in name.value:
                 self._leaf(name, item, key)
             elif any(one.startswith(f"{key}.") for one in self._known):
                 self.section(item, f"{key}.")
@@ -186,6 +190,8 @@ class _Walk:
             self._layer.given[key] = Given(_value(item), origin, {**places, key: origin})
         except yaml.YAMLError as error:
             self._layer.problems.append(_said(error, self._path))
+        except ValueError:
+            self._problem(name, f"{key}: is no value that can be read")
 
     def _unknown(self, name: yaml.Node, key: str, prefix: str) -> None:
         if key in self._known:
@@ -195,7 +201,10 @@ class _Walk:
         siblings = {
             f"{prefix}{one.removeprefix(prefix).split('.')[0]}" for one in self._known if prefix in one
         }
-        hint = nearest(key, siblings) or nearest(key, self._known)
+        namesakes = [one for one in self._known if one.rpartition(".")[2] == name.value]
+        hint = nearest(key, siblings, prefix) or nearest(key, namesakes or self._known)
+        if namesakes and not hint:
+            hint = f" (did you mean {namesakes[0]}?)"
         self._problem(name, f"{key}: is no known key{hint}")
 
     def _problem(self, node: yaml.Node, text: str) -> None:

@@ -53,10 +53,11 @@ def leaves(schema: type[msgspec.Struct], prefix: str = "") -> dict[str, Leaf]:
     return found
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)`` for a key that resembles a known one, else the empty string."""
-    near = difflib.get_close_matches(wrong, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def nearest(wrong: str, known: Iterable[str], strip: str = "") -> str:
+    """`` (did you mean …?)`` for a key that resembles a known one, else the empty string. ``strip``
+    begins all of them and says nothing about likeness."""
+    near = difflib.get_close_matches(wrong.removeprefix(strip), [one.removeprefix(strip) for one in known], 1)
+    return f" (did you mean {strip}{near[0]}?)" if near else ""
 
 
 def unknown_keys(value: object, info: inspect.Type, path: str) -> Iterator[tuple[str, str]]:

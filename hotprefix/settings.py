@@ -102,24 +102,30 @@ def _typed(given: dict[str, Given]) -> tuple[dict[str, object], dict[str, str]]:
         leaf = LEAVES[key]
         value = _SHORT[key](short.value) if key in _SHORT else short.value
         given[key] = one = Given(value, short.origin, short.places)
-        unknown = [
+        wrong = [
             f"{_at(one, path)}: {path}: is no known key{hint}"
-            for path, hint in unknown_keys(one.value, leaf.info, key)
-        ]
-        if unknown:
-            refused[key] = "\n  ".join(unknown)
+            for path, hint in unknown_keys(value, leaf.info, key)
+        ] or [f"{one.origin}: {key}: is not Unicode text"] * (not _is_text(value))
+        if wrong:
+            refused[key] = "\n  ".join(wrong)
             continue
         try:
-            values[key] = msgspec.to_builtins(msgspec.convert(one.value, leaf.type))
+            values[key] = msgspec.to_builtins(msgspec.convert(value, leaf.type))
         except msgspec.ValidationError as error:
             path, what = _explain(key, str(error))
             refused[key] = f"{_at(one, path)}: {path}: {what}"
     return values, refused
 
 
+def _is_text(value: object) -> bool:
+    """Whether all strings in ``value`` can be encoded: an environment may hold bytes that are no UTF-8."""
+    parts = [part for pair in flatten(value, "") for part in pair if isinstance(part, str)]
+    return not any("\ud800" <= letter <= "\udfff" for part in parts for letter in part)
+
+
 def _explain(key: str, error: str) -> tuple[str, str]:
     """msgspec's ``Expected `int`, got `str` - at `$[0].rank``` as a path and a sentence."""
-    what, _, where = error.partition(" - at `$")
+    what, _, where = error.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     path = key + where.rstrip("`").replace("[...]", "")
     return path, what[:1].lower() + what[1:].replace("`", "")
 

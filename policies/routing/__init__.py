@@ -29,7 +29,6 @@ __all__ = [
     "Trust",
     "build",
     "params",
-    "params_type",
 ]
 
 Maker = Callable[..., Policy]
@@ -70,11 +69,6 @@ def build(spec: Mapping[str, object], rng: random.Random) -> Policy:
 def params(spec: Mapping[str, object]) -> msgspec.Struct:
     """The parameters that ``build`` would use, defaults filled in. Raises what ``build`` would."""
     return _made(spec)[0]
-
-
-def params_type(name: str) -> type[msgspec.Struct]:
-    """The schema of a policy's parameters. Raises ``BadPolicy`` for an unknown name."""
-    return _entry(name)[0]
 
 
 def _made(spec: Mapping[str, object]) -> tuple[msgspec.Struct, Maker]:

@@ -29,7 +29,7 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running_tokens: Tokens = 128
     slack_tokens: Tokens = 512
     max_imbalance_tokens: Tokens = 32_768
-    spread_after: Annotated[float, msgspec.Meta(ge=0.0, le=1_000_000.0)] = 2.0
+    spread_after: Annotated[float, msgspec.Meta(ge=0.0, le=1_000_000.0)] = 4.0
 
 
 class Prefix:
