@@ -44,7 +44,9 @@ def usage() -> str:
     """The help text, made from the table and from this file's first lines."""
     rows = "\n".join(f"  {name:<14} {command.help}" for name, command in COMMANDS.items())
     statuses = (__doc__ or "").split("\n\n")[1].strip()
-    return f"usage: hotprefix COMMAND [OPTIONS]\n\n{rows}\n\nhotprefix COMMAND --help says more.\n\n{statuses}"
+    return (
+        f"usage: hotprefix COMMAND [OPTIONS]\n\n{rows}\n\nhotprefix COMMAND --help says more.\n\n{statuses}"
+    )
 
 
 def find(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -144,7 +144,7 @@ class Engine:
         self._child.kill()
         self._child = self._start(keep_log=True)
 
-    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+    def wait_healthy(self, timeout_s: float = 600.0) -> None:
         """Raises CommandError with the tail of its log when it dies or takes too long."""
         wait_all([self], timeout_s)
 
@@ -162,6 +162,7 @@ def vllm_environment(spec: EngineSpec) -> dict[str, str]:
     """What vLLM on CPU takes from its environment. It binds every engine to core 0 unless told."""
     env = {
         "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_gib),
+        "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",
@@ -222,18 +223,12 @@ def allowed_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def wait_all(
-    parts: Sequence[Part],
-    timeout_s: float,
-    board: Board | None = None,
-    keep_on: Callable[[], None] = lambda: None,
-) -> None:
+def wait_all(parts: Sequence[Part], timeout_s: float, board: Board | None = None) -> None:
     """Returns when every part is healthy. Raises CommandError with a log's tail when one dies, or when
-    ``timeout_s`` is over. ``keep_on`` is called at each look and may raise to give up."""
+    ``timeout_s`` is over."""
     waiting = list(parts)
 
     def look() -> bool:
-        keep_on()
         for part in list(waiting):
             if part.exit_code is not None:
                 raise CommandError(f"{part.name} ended with status {part.exit_code}; its log:\n{part.tail()}")
@@ -265,7 +260,7 @@ class Fleet:
         self.engines.append(engine)
         return engine
 
-    def wait_healthy(self, timeout_s: float = 240.0, say: Say | None = None) -> None:
+    def wait_healthy(self, timeout_s: float = 600.0, say: Say | None = None) -> None:
         """Waits for all engines; ``say`` is told the progress."""
         wait_all(self.engines, timeout_s, None if say is None else Board(say, [e.name for e in self.engines]))
 

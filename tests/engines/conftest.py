@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.engines)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(600))
+                item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def fleet(home: Home, model_path: str) -> Iterator[Fleet]:
     with Fleet(home, home.logs / "tests") as started:
         for number, cores in enumerate(core_shares(2, allowed_cores()), 1):
             started.start_engine(_spec(f"e{number}", model_path, cores))
-        started.wait_healthy(300.0, say_error)
+        started.wait_healthy(600.0, say_error)
         yield started
 
 
@@ -62,7 +62,7 @@ def engines(fleet: Fleet) -> list[Engine]:
     for engine in fleet.engines:
         if not engine.healthy():
             engine.restart()
-    fleet.wait_healthy(300.0)
+    fleet.wait_healthy(600.0)
     return list(fleet.engines)
 
 
@@ -88,7 +88,7 @@ def spare(home: Home, model_path: str) -> Iterator[Callable[..., Engine]]:
         def start(**fields: object) -> Engine:
             spec = _spec(f"spare{len(own.engines) + 1}", model_path, ())
             engine = own.start_engine(msgspec.structs.replace(spec, **fields))
-            own.wait_healthy(300.0)
+            own.wait_healthy(600.0)
             return engine
 
         yield start
