@@ -11,7 +11,19 @@ from starlette.routing import Route
 
 from gateway import config
 from gateway.exchange import CLIENT_GONE, Call, Exchanges
-from gateway.http import HEADERS, REQUEST_ID, TENANT, App, Guard, Receive, Scope, Send, read_body, send_error
+from gateway.http import (
+    HEADERS,
+    REQUEST_ID,
+    TENANT,
+    App,
+    Guard,
+    Receive,
+    Scope,
+    Send,
+    not_admin,
+    read_body,
+    send_error,
+)
 from gateway.interrupt import Interrupt, Interrupted
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import AnyRequest, ApiError, ChatRequest, CompletionRequest, Edits, Endpoint, edit, parse
@@ -200,7 +212,7 @@ def build_app(parts: Parts) -> App:
     @app.get("/metrics")
     async def scrape(request: Request) -> Response:
         if not request.scope[TENANT].admin:
-            raise HTTPException(403, "Metrics need an admin's key.")
+            raise not_admin()
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return Guard(app, parts.tenants, parts.settings.limits, open_paths=OPEN_PATHS, admin=False)
@@ -224,6 +236,11 @@ def openai_app() -> FastAPI:
         )
         return _error_response(shaped, request, None)
 
+    async def shaped_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _error_response(error, request, None)
+
+    app.add_exception_handler(ApiError, shaped_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, crash)
     return app

@@ -138,8 +138,13 @@ class Guard:
                 code="invalid_api_key",
             )
         if self._admin and not tenant.admin:
-            raise ApiError(403, "This needs an admin's key.", kind="permission_error", code="not_admin")
+            raise not_admin()
         scope[TENANT] = tenant
+
+
+def not_admin() -> ApiError:
+    """The error for a key that is good, but not good enough."""
+    return ApiError(403, "This needs an admin's key.", kind="permission_error", code="not_admin")
 
 
 async def send_error(send: Send, error: ApiError, request_id: str) -> None:

@@ -158,7 +158,9 @@ async def test_client_gone_aborts_the_engine(start: Any) -> None:
             await asyncio.gather(asking, return_exceptions=True)
             await with_client.aclose()
             await eventually(lambda: idle(stack))
-        await eventually(lambda: not engine.app.queue.busy, what="the engine dropped the requests")
+        await eventually(
+            lambda: not engine.app.queue.counters.running, what="the engine dropped the requests"
+        )
         gone = await stack.metric("hotprefix_requests_ended_total", outcome="client_gone")
         assert gone == 2
         assert await conserved(stack)
