@@ -21,6 +21,7 @@ _MEDIA_KEYS = _IMAGES | _SOUNDS | {"video_url", "video_embeds", "prompt_embeds",
 _PART_FIELDS = (_MEDIA_KEYS - {"input_image", "prompt_embeds"}) | {
     *("closed", "data", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid")
 }
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
@@ -93,7 +94,8 @@ def _message(message: Mapping[str, Any], form: Format) -> Message:
     if form == "openai":
         made["content"] = pieces
     else:
-        made["content"] = "\n".join(piece["text" if "text" in piece else "name"] for piece in pieces)
+        texts = (piece["text" if "text" in piece else "name"] for piece in pieces)
+        made["content"] = "\n".join(text for text in texts if text)
     if role == "assistant":
         _add_calls(made, message)
         _add_reasoning(made, message)
@@ -106,8 +108,26 @@ def _message(message: Mapping[str, Any], form: Format) -> Message:
         if isinstance(message.get(field), str):
             made[field] = message[field]
     if role == "developer":
-        made["tools"] = message.get("tools")
+        made["tools"] = _declared(message.get("tools"))
     return made
+
+
+def _declared(tools: Any) -> Any:
+    """Tools that a message brings: in schema order, nothing taken away or added; as they are if malformed."""
+    if not isinstance(tools, list):
+        return tools
+    ordered = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return tools
+        if tool.get("type") != "function":
+            return tools
+        fields = {name: function[name] for name in _FUNCTION_FIELDS if name in function}
+        ordered.append(
+            {"function": fields | function, "type": "function"} | tool | {"function": fields | function}
+        )
+    return ordered
 
 
 def _parts(content: Any) -> list[Any]:

@@ -82,7 +82,6 @@ class ChatRequest(_Common, kw_only=True):
 class CompletionRequest(_Common, kw_only=True):
     """``POST /v1/completions``."""
 
-    max_tokens: int | None = 16
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: Any = None
     echo: bool | None = False

@@ -36,9 +36,14 @@ class Rendering(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     exclude_tools_when_none: bool = False
 
 
+_KEPT: Side = "left"
+"""Which side vLLM cuts from where a request does not say, whatever the tokenizer's own settings are
+(``left`` loses the beginning, as everywhere in this file)."""
+
+
 class Length(msgspec.Struct, frozen=True):
-    """How a prompt is cut: ``keep`` tokens from ``side`` (None: as the tokenizer says), in a
-    model of ``room`` tokens (None: not known)."""
+    """How a prompt is cut: to ``keep`` tokens (None: not at all), from ``side`` (None: as the
+    engine does), in a model of ``room`` tokens (None: not known)."""
 
     keep: int | None = None
     side: Side | None = None
@@ -71,13 +76,11 @@ class Tokenizer:
         *,
         special: Mapping[str, str],
         longest: int,
-        side: Side = "right",
         rendering: Rendering | None = None,
     ) -> None:
-        """``special``: named tokens (``bos_token`` …). ``longest``: characters of the longest
-        token. ``side``: where the tokenizer itself keeps text when it cuts."""
+        """``special``: named tokens (``bos_token`` …). ``longest``: characters of the longest token."""
         self._backend, self._templates = backend, templates
-        self._special, self._longest, self.side = dict(special), longest, side
+        self._special, self._longest = dict(special), longest
         self._rendering = rendering if rendering is not None else Rendering()
 
     def text(self, request: ChatRequest, *, until: float, limit: int) -> str:
@@ -106,17 +109,17 @@ class Tokenizer:
                 text = text[-room:] if length.side == "left" else text[:room]
         if length.keep is None or length.side is not None:
             whole: list[int] = self._encode(text, special).ids
-            return cut(whole, length, self.side)
+            return cut(whole, length)
         return self._cut_early(text, special, length.keep)
 
     def _cut_early(self, text: str, special: bool, keep: int) -> list[int]:
         """Cut to ``keep`` tokens before the tokenizer adds its own, which stay."""
         added = self._backend.num_special_tokens_to_add(False) if special else 0
-        if keep <= added:
+        if keep < added:
             whole: list[int] = self._encode(text, special).ids
-            return cut(whole, Length(keep), self.side)
+            return cut(whole, Length(keep))
         encoding = self._encode(text, False)
-        encoding.truncate(keep - added, direction=self.side)
+        encoding.truncate(keep - added, direction=_KEPT)
         ids: list[int] = self._backend.post_process(encoding, add_special_tokens=special).ids
         return ids
 
@@ -140,13 +143,13 @@ class Tokenizer:
         return _over(_over(self._rendering.template_kwargs, {"tools": tools}), _over(client, own))
 
 
-def cut(ids: list[int], length: Length, side: Side) -> list[int]:
-    """``ids`` cut as asked; ``side`` where the request names none."""
+def cut(ids: list[int], length: Length) -> list[int]:
+    """``ids`` cut as asked."""
     if length.keep is None or length.keep >= len(ids):
         return ids
     if length.keep == 0:
         return []
-    return ids[-length.keep :] if (length.side or side) == "left" else ids[: length.keep]
+    return ids[-length.keep :] if (length.side or _KEPT) == "left" else ids[: length.keep]
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +181,6 @@ def load(root: str, rendering: Rendering, clock: Callable[[], float]) -> Tokeniz
         _templates(root, loaded.chat_template, rendering, clock),
         special=loaded.special_tokens_map,
         longest=max(map(len, loaded.get_vocab())),
-        side="left" if loaded.truncation_side == "left" else "right",
         rendering=rendering,
     )
 

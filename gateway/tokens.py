@@ -19,7 +19,7 @@ from gateway.conversation import NotExactError
 from gateway.openai import AnyRequest, ChatRequest, CompletionRequest, Endpoint
 from gateway.pool import Done, Missed, Pool
 from gateway.templates import OverBudgetError
-from gateway.tokenizer import Length, Rendering, Side, Tokenizer, cut
+from gateway.tokenizer import Length, Rendering, Tokenizer, cut
 from gateway.tokenizer import load as load_tokenizer
 
 T = TypeVar("T")
@@ -171,15 +171,19 @@ def _texts(
     tokenizer: Tokenizer | None, entries: list[Any], request: CompletionRequest, room: int | None
 ) -> list[Prompt]:
     """A completion's prompts; ``tokenizer`` may be absent where none of them is text."""
-    length = _length(request, room, request.max_tokens)
+    length = _length(request, room, _answer(request))
     special = request.add_special_tokens is not False
-    side: Side = "right" if tokenizer is None else tokenizer.side
     return [
         _exact(tokenizer.ids(entry, special=special, length=length))
         if isinstance(entry, str) and tokenizer is not None
-        else _given(entry, length, side)
+        else _given(entry, length)
         for entry in entries
     ]
+
+
+def _answer(request: CompletionRequest) -> int:
+    """How long an answer may be: 16 where the request says null or nothing."""
+    return 16 if request.max_tokens is None else request.max_tokens
 
 
 def _length(request: AnyRequest, room: int | None, answer: int | None) -> Length:
@@ -212,12 +216,12 @@ def _none(reason: str) -> Prompt:
     return Prompt((), "none", 0, reason)
 
 
-def _given(entry: Any, length: Length, side: Side) -> Prompt:
+def _given(entry: Any, length: Length) -> Prompt:
     """Ids that the client brings are used as they are."""
     if not isinstance(entry, list):
         return _none("token_ids")
     try:
-        return _exact(cut(entry, length, side))
+        return _exact(cut(entry, length))
     except (OverflowError, TypeError):  # something that is no number from 0 to 2**32 - 1
         return _none("token_ids")
 
@@ -226,7 +230,7 @@ def _inexact(entry: Any, reason: str, request: CompletionRequest, room: int | No
     if isinstance(entry, str):
         return _text(entry, reason)
     try:
-        return _given(entry, _length(request, room, request.max_tokens), "right")
+        return _given(entry, _length(request, room, _answer(request)))
     except NotExactError as error:
         return _none(error.reason)
 
