@@ -44,30 +44,32 @@ class Layer(msgspec.Struct):
     problems: list[str] = []
 
 
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """First letter -> tags of plain scalars and the pattern of each, as YAML 1.2's core schema has it."""
+    number = r"(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, letters in (
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
+        ("float", rf"[-+]?(?:{number}|\.inf|\.nan)", "-+.0123456789"),
+    ):
+        for letter in letters:
+            table.setdefault(letter, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})$")))
+    return table
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain scalars (``no`` is a word, ``010`` not eight, ``1e3`` a number), no aliases: a
     value stands where it is used, and a small file cannot describe a huge one."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers = _resolvers()
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, "aliases are not accepted", mark)
         return super().compose_node(parent, index)
-
-
-for _tag, _pattern, _first in (
-    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$", list("-+0123456789")),
-    (
-        "float",
-        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$",
-        list("-+.0123456789"),
-    ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
 def from_file(path: str, known: Mapping[str, Leaf]) -> Layer:

@@ -46,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True):
         """Tokens it need not compute, as far as can be believed: the index where its events are
         whole or arriving, routing history elsewhere."""
         if self.trust in ("exact", "syncing"):
-            return max(self.reach.values(), default=0)
+            return max(self.reach.values()) if self.reach else 0
         return self.learned
 
 

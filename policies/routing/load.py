@@ -4,31 +4,43 @@ worker that always reads empty may be given. Knows nothing of caches."""
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-
-from policies.routing.base import Candidate
-
-Weight = Callable[[Candidate], tuple[int, int]]
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 SPAN = 1024
 """Choices remembered by ``Recent``."""
 
 
-def waiting(candidate: Candidate) -> tuple[int, int]:
-    """Load as it is compared everywhere: prompt tokens that wait, then requests that run."""
-    return candidate.queued_tokens, candidate.running
+class Named(Protocol):
+    """A candidate, or a policy's view of one."""
+
+    @property
+    def worker(self) -> str: ...
 
 
-def named(candidates: Sequence[Candidate]) -> list[Candidate]:
+One = TypeVar("One", bound=Named)
+Weight = Callable[[One], tuple[int, int]]
+
+waiting = attrgetter("queued_tokens", "running")
+"""Load as it is compared everywhere: prompt tokens that wait, then requests that run."""
+
+by_name = attrgetter("worker")
+
+
+def named(candidates: Sequence[One]) -> list[One]:
     """In order of name, so that no decision depends on the order the caller happened to use."""
-    return sorted(candidates, key=lambda candidate: candidate.worker)
+    return sorted(candidates, key=by_name)
 
 
-def lightest(candidates: Sequence[Candidate], rng: random.Random, weight: Weight = waiting) -> Candidate:
+def lightest(candidates: Sequence[One], rng: random.Random, weight: Weight[One] = waiting) -> One:
     """The candidate of least weight; equals are drawn by ``rng``, which is not touched without equals."""
     weights = [weight(candidate) for candidate in candidates]
     least = min(weights)
-    equals = [candidate for candidate, one in zip(candidates, weights, strict=True) if one == least]
-    return equals[0] if len(equals) == 1 else rng.choice(named(equals))
+    if weights.count(least) == 1:
+        return candidates[weights.index(least)]
+    return rng.choice(
+        named([candidate for candidate, one in zip(candidates, weights, strict=True) if one == least])
+    )
 
 
 class Recent:
@@ -53,17 +65,17 @@ class Recent:
             if not self._count[oldest]:
                 del self._count[oldest]
 
-    def trim(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def trim(self, candidates: Sequence[One], weight: Weight[One] = waiting) -> Sequence[One]:
         """The candidates without those that read empty and took three times the even share of recent
         choices (among two or three workers: all but a quarter of an even share). Never empty: shares
         add up to one, and the bound is more than an even share."""
         number = len(candidates)
-        if number == 1:
-            return candidates
         counts = [self._count.get(candidate.worker, 0) for candidate in candidates]
         limit = min(3 / number, 1 - 1 / (4 * number)) * max(sum(counts), 8 * number)
+        if number == 1 or max(counts) < limit:
+            return candidates
         return [
             candidate
             for candidate, count in zip(candidates, counts, strict=True)
-            if count < limit or waiting(candidate) != (0, 0)
+            if count < limit or weight(candidate) != (0, 0)
         ]

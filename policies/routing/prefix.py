@@ -6,7 +6,8 @@ nor transfers; ``ttft`` does.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from operator import itemgetter
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -32,6 +33,21 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spread_after: Annotated[float, msgspec.Meta(ge=0.0, le=1_000_000.0)] = 4.0
 
 
+class View(NamedTuple):
+    """A candidate in tokens. ``load``: queued plus what running ones weigh. ``cost``: load minus what
+    of this prompt is ``held``."""
+
+    load: int
+    running: int
+    cost: int
+    held: int
+    worker: str
+
+
+by_load = itemgetter(0, 1)
+by_cost = itemgetter(2, 1)
+
+
 class Prefix:
     """Least of load minus held tokens, per worker, without a switch for the fleet.
 
@@ -54,48 +70,37 @@ class Prefix:
         self._followers = Followers(params.spread_after)
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
-        least = min(self._load(candidate) for candidate in candidates)
+        views = self._views(ask, candidates)
+        least = min(view.load for view in views)
         bound = least + self._params.max_imbalance_tokens
-        fit = [candidate for candidate in candidates if self._load(candidate) <= bound]
-        depth = max(self._counted(ask, candidate) for candidate in fit)
+        fit = [view for view in views if view.load <= bound]
+        depth = max(view.held for view in fit)
         if depth == 0:
-            chosen, rule = lightest(self._recent.trim(fit), self._rng, self._weight), "cold"
+            chosen, rule = lightest(self._recent.trim(fit, by_load), self._rng, by_load), "cold"
             self._recent.note(chosen.worker)
         else:
             chosen, rule = self._warm(ask, fit, depth)
-        held, load = self._counted(ask, chosen), self._load(chosen)
-        return Choice(chosen.worker, {"rule": rule, "held": held, "load": load, "least": least})
+        return Choice(chosen.worker, {"rule": rule, "held": chosen.held, "load": chosen.load, "least": least})
 
-    def _warm(self, ask: Ask, fit: Sequence[Candidate], depth: int) -> tuple[Candidate, str]:
-        def cost(candidate: Candidate) -> tuple[int, int]:
-            return self._load(candidate) - self._counted(ask, candidate), candidate.running
+    def _views(self, ask: Ask, candidates: Sequence[Candidate]) -> list[View]:
+        weight, most = self._params.running_tokens, ask.prompt_tokens
+        views = []
+        for one in candidates:
+            load, held = one.queued_tokens + weight * one.running, self._held(one)
+            if 0 < most < held:
+                held = most
+            views.append(View(load, one.running, load - held, held, one.worker))
+        return views
 
-        holders = [candidate for candidate in fit if self._counted(ask, candidate) == depth]
-        longest = lightest(holders, self._rng, self._weight)
-        best = lightest(fit, self._rng, cost)
-        keep = cost(longest)[0] - cost(best)[0] <= self._params.slack_tokens
+    def _warm(self, ask: Ask, fit: Sequence[View], depth: int) -> tuple[View, str]:
+        longest = lightest([view for view in fit if view.held == depth], self._rng, by_load)
+        best = lightest(fit, self._rng, by_cost)
+        keep = longest.cost - best.cost <= self._params.slack_tokens
         chosen = longest if keep else best
-        if self._followers.due(chosen.worker, ask, depth):
-            others = [
-                candidate
-                for candidate in fit
-                if self._counted(ask, candidate) < depth and self._load(candidate) <= self._load(chosen)
-            ]
-            if others:
-                self._followers.clear(chosen.worker, ask, depth)
-                return lightest(others, self._rng, self._weight), "spread"
-        self._followers.add(chosen.worker, ask, depth)
+        others = [view for view in fit if view.held < depth and view.load <= chosen.load]
+        if others and self._followers.come(chosen.worker, ask, depth):
+            return lightest(others, self._rng, by_load), "spread"
         return chosen, "held" if keep else "guard"
-
-    def _counted(self, ask: Ask, candidate: Candidate) -> int:
-        held = self._held(candidate)
-        return min(held, ask.prompt_tokens) if ask.prompt_tokens else held
-
-    def _load(self, candidate: Candidate) -> int:
-        return candidate.queued_tokens + self._params.running_tokens * candidate.running
-
-    def _weight(self, candidate: Candidate) -> tuple[int, int]:
-        return self._load(candidate), candidate.running
 
 
 class Followers:
@@ -114,21 +119,17 @@ class Followers:
         self._times = times
         self._brought: dict[int, int] = {}  # unused longest first
 
-    def due(self, worker: str, ask: Ask, depth: int) -> bool:
-        return 0 < self._times * depth <= self._brought.get(_place(worker, ask, depth), 0)
-
-    def add(self, worker: str, ask: Ask, depth: int) -> None:
-        if self._times and ask.prompt_tokens > depth:
-            place = _place(worker, ask, depth)
-            self._brought[place] = self._brought.pop(place, 0) + ask.prompt_tokens - depth
-            if len(self._brought) > self.BOUND:
-                del self._brought[next(iter(self._brought))]
-
-    def clear(self, worker: str, ask: Ask, depth: int) -> None:
-        self._brought.pop(_place(worker, ask, depth), None)
-
-
-def _place(worker: str, ask: Ask, depth: int) -> int:
-    return xxhash.xxh3_64_intdigest(
-        f"{depth}\0{worker}\0{ask.tenant}\0{ask.prefix}".encode("utf-8", "surrogatepass")
-    )
+    def come(self, worker: str, ask: Ask, depth: int) -> bool:
+        """Counts one more prompt that goes on from ``depth``. True, and counted from zero again, when
+        it should go to a worker that does not hold so much."""
+        if not self._times or ask.prompt_tokens <= depth:
+            return False
+        name = f"{depth}\0{worker}\0{ask.tenant}\0{ask.prefix}"
+        place = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+        brought = self._brought.pop(place, 0)
+        if brought >= self._times * depth:
+            return True
+        self._brought[place] = brought + ask.prompt_tokens - depth
+        if len(self._brought) > self.BOUND:
+            del self._brought[next(iter(self._brought))]
+        return False
