@@ -63,7 +63,7 @@ class Hub:
     ) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise ValueError(f"the secret must have at least {MIN_SECRET_BYTES} bytes")
-        self._table, self._clock = table, clock
+        self.table, self._clock = table, clock
         self._secret, self._wall, self._max_queue = secret, wall, max_queue
         self._allow_remote_bind = allow_remote_bind
         self._commands: deque[_Command] = deque()
@@ -180,7 +180,7 @@ class Hub:
         context: zmq.Context[Socket] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 8192)
         self._around = Surroundings(
-            table=self._table,
+            table=self.table,
             context=context,
             secret=self._secret,
             clock=self._clock,
@@ -202,7 +202,7 @@ class Hub:
         context.destroy(linger=0)
 
     def _turn(self, sources: dict[str, Source]) -> None:
-        more = self._table.sweep(SWEEP_STEPS)
+        more = self.table.sweep(SWEEP_STEPS)
         self._listen(sources)
         timeout = 0.0 if more or self._commands else TICK_S
         ready = {ready for ready, _ in self._poller.poll(int(timeout * 1000))}

@@ -171,6 +171,7 @@ class Source:
     def _open(self, now: float) -> None:
         spec, around = self.spec, self._around
         sub: Socket = around.context.socket(zmq.SUB)
+        monitor: Socket | None = None
         try:
             _configure(sub, spec.endpoint, around.queue)
             sub.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -179,13 +180,13 @@ class Source:
             sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
             sub.setsockopt(zmq.SUBSCRIBE, spec.topic_prefix.encode())
             # Before connecting, so that no connection goes unseen.
-            monitor: Socket = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            if spec.bind:
-                sub.bind(spec.endpoint)
-            else:
-                sub.connect(spec.endpoint)
+            monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            monitor.setsockopt(zmq.LINGER, 0)
+            (sub.bind if spec.bind else sub.connect)(spec.endpoint)
         except zmq.ZMQError as error:
-            sub.disable_monitor()
+            if monitor is not None:
+                sub.disable_monitor()
+                monitor.close()
             sub.close(linger=0)
             self._trouble = f"cannot {'bind' if spec.bind else 'connect'}: {error.strerror}"
             self._postpone(now)
@@ -195,8 +196,9 @@ class Source:
         self.sockets_changed = True
 
     def _close_sub(self) -> None:
-        if self._sub is not None:
+        if self._sub is not None and self._monitor is not None:
             self._sub.disable_monitor()
+            self._monitor.close(linger=0)
             self._sub.close(linger=0)
             self._sub = self._monitor = None
             self._connections = 0
