@@ -21,6 +21,7 @@ REQUEST_ID = "hotprefix.request_id"
 TENANT = "hotprefix.tenant"
 HEADERS = "hotprefix.headers"
 MAX_REQUEST_ID = 128
+DRAINED = 1 << 20
 UNREAD = (408, 413)
 """Errors after which the rest of a request's body may still be on its way."""
 
@@ -168,14 +169,14 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
 async def read_body(receive: Receive, limits: config.Limits) -> bytes:
     """The whole request body. Raises ApiError: 413 too large, 408 too slow, 400 broken off.
 
-    Of a body that is too large as much again is read and thrown away, since a client that is still
-    sending would not see the answer.
+    Of a body that is too large as much again (``DRAINED`` bytes at least) is read and thrown away,
+    since a client that is still sending would not see the answer.
     """
     parts: list[bytes] = []
     size, more = 0, True
     try:
         async with asyncio.timeout(limits.body_s):
-            while more and size <= 2 * limits.body_bytes:
+            while more and size <= limits.body_bytes + max(limits.body_bytes, DRAINED):
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ApiError(400, "The client left before its body was complete.")
