@@ -149,6 +149,7 @@ class Publisher:
         self.pub = context.socket(zmq.XPUB)
         self.pub.setsockopt(zmq.LINGER, 0)
         self.pub.setsockopt(zmq.SNDHWM, 100_000)
+        self.pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # A second subscriber shows while the first is there.
         (self.pub.connect if connect else self.pub.bind)(endpoint)
         self.router = context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)

@@ -79,6 +79,38 @@ def test_every_shape_reads_the_same(shape: str) -> None:
     assert (event.block_size, event.tier, event.group, event.adapter) == (16, "gpu", 0, "")
 
 
+RECORDED = bytes.fromhex(
+    "93cb4029000000000000938ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cfffffffffffff"
+    "ffff0cb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473dc0020000102030405060708090a0b0c0d0e"
+    "0f101112131415161718191a1b1c1d1e1faa626c6f636b5f73697a6510a76c6f72615f696401a66d656469756da3475055a9"
+    "6c6f72615f6e616d65a26164aa65787472615f6b6579739293a2616492a3696d6703a17392a2616492a3696d67f3a967726f"
+    "75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e84a474797065ac426c"
+    "6f636b52656d6f766564ac626c6f636b5f68617368657391c420010101010101010101010101010101010101010101010101"
+    "0101010101010101a66d656469756da3435055a967726f75705f6964780081a474797065b0416c6c426c6f636b73436c6561"
+    "72656400"
+)
+"""A batch as vLLM 0.32's own classes write it: adapter, image, salt, a removal from CPU, all cleared."""
+
+
+def test_a_recorded_batch() -> None:
+    got = parse(frames(0, RECORDED))
+    assert (got.timestamp, got.rank, got.skipped) == (12.5, 0, {})
+    assert got.events == (
+        BlockStored(
+            hashes=(FIRST, SECOND),
+            parent=None,
+            tokens=list(range(32)),
+            block_size=16,
+            tier="gpu",
+            adapter="ad",
+            kind="full_attention",
+            extras=(BlockExtras(("s",), (("img", 3),)), BlockExtras((), (("img", -13),))),
+        ),
+        BlockRemoved(hashes=(b"\x01" * 32,), tier="memory"),
+        AllCleared(tier=None),
+    )
+
+
 @pytest.mark.parametrize(
     ("raw", "tier"),
     [
