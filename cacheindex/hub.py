@@ -195,7 +195,9 @@ class Hub:
             except Exception as error:  # The thread's root: one fault must not end all feeds.
                 # Its name only: a message may quote what an engine said.
                 self._errors += 1
+                self._dropped = True
                 _log.error("hub: a turn failed with %s", type(error).__name__)
+                time.sleep(TICK_S)
         for source in sources.values():
             source.close()
         self._statuses.clear()

@@ -122,9 +122,11 @@ class Table:
         part = keys if step == 1 else keys[step - 1 :: step]
         alive: frozenset[Slot] | None = None
         passed: set[_Holders | None] = set()  # Sets that hold for everybody who is still alive.
+        before: object = self
         for index, holders in enumerate(map(self._entries.get, part)):
-            if holders in passed:
+            if holders is before or holders in passed:
                 continue
+            before = holders
             slots = _NOBODY if holders is None else holders.by_stride.get(stride, _NOBODY)
             still = slots if alive is None else alive & slots
             if alive is None or len(still) != len(alive):
