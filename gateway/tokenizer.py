@@ -99,7 +99,7 @@ class Tokenizer:
     def ids(self, text: str, *, special: bool, length: Length) -> list[int]:
         """The ids of ``text``, with the tokenizer's own first and last tokens if ``special``.
 
-        Raises NotExactError for a text that is too long for the model whatever it holds.
+        Raises NotExactError for a text that is too long for the model.
         """
         room = None if length.room is None else length.room * self._longest
         if room is not None and len(text) > room:
@@ -107,10 +107,13 @@ class Tokenizer:
                 raise NotExactError("too_long")
             if length.side is not None:  # the engine cuts characters first, then tokens
                 text = text[-room:] if length.side == "left" else text[:room]
-        if length.keep is None or length.side is not None:
-            whole: list[int] = self._encode(text, special).ids
-            return cut(whole, length)
-        return self._cut_early(text, special, length.keep)
+        if length.keep is not None and length.side is None:
+            return self._cut_early(text, special, length.keep)
+        encoding = self._encode(text, special)
+        if length.keep is None and length.room is not None and len(encoding) > length.room:
+            raise NotExactError("too_long")  # before a million ids become a million objects
+        whole: list[int] = encoding.ids
+        return cut(whole, length)
 
     def _cut_early(self, text: str, special: bool, keep: int) -> list[int]:
         """Cut to ``keep`` tokens before the tokenizer adds its own, which stay."""

@@ -7,7 +7,7 @@ routed by its text, and says why. Nothing a request holds makes this raise or bl
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -25,9 +25,10 @@ from gateway.tokenizer import load as load_tokenizer
 T = TypeVar("T")
 Loader = Callable[[str, Rendering, Callable[[], float]], Tokenizer]
 
-CHARS_PER_SECOND = 1_000_000
-"""What one thread encodes at the least (HF tokenizers, one slow core, measured 0.6 to 1.6 million). A
-text that would not be ready within the deadline at this speed is not begun."""
+BYTES_PER_SECOND = 1_000_000
+"""What one thread surely encodes (HF tokenizers on one slow core: 1.5 to 3 million bytes of prose, CJK,
+zalgo or one letter, 10 million of special tokens). A text that would not be ready within the
+deadline at this speed is not begun, because encoding cannot be stopped."""
 
 TEXT_BYTES = 262_144
 """How much of a text gets keys: more would cost the loop time and tell replicas apart no better."""
@@ -38,7 +39,12 @@ LOAD_S = 300.0
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt. ``tokens``: ids, or pieces of text (``cacheindex.keys.text_tokens``), or nothing.
     ``count``: its length in tokens, estimated for text. ``reason``: why it is not exact, one of
-    a few fixed words (fit for a metric's label), "" when it is."""
+    a few fixed words (fit for a metric's label), "" when it is:
+
+    no_tokenizer, no_template, bad_template, renderer (the engine builds prompts in code) · own_template,
+    media, suffix, prompt_embeds, token_ids (not numbers that fit) · too_long, busy, late,
+    template_budget (ours to bound) · failed, messages, tools, tool_calls, continue_final_message,
+    chat_template_kwargs, truncation (the engine will most likely refuse it)."""
 
     tokens: Sequence[int]
     kind: Literal["tokens", "text", "none"]
@@ -59,7 +65,7 @@ class Tokenizers:
         self._settings, self._loader, self._clock = settings, loader, clock
         self._ready: dict[str, Tokenizer] = {}
         self._failed: dict[str, str] = {}
-        self._limit = int(settings.deadline_s * CHARS_PER_SECOND)
+        self._limit = int(settings.deadline_s * BYTES_PER_SECOND)
         threads = settings.threads
         self._pool = Pool("tokens", threads=threads, pending=settings.pending, spare=threads)
         self._loading = Pool("tokens-load", threads=1, pending=64, spare=1)
@@ -128,18 +134,15 @@ class Tokenizers:
     async def _completion(self, model: str, request: CompletionRequest, room: int | None) -> list[Prompt]:
         tokenizer = self._ready.get(model)
         entries = _entries(request.prompt)
-        texts = [entry for entry in entries if isinstance(entry, str)]
         found: list[Prompt] | str
-        if not texts:
-            found = _guarded(lambda: _texts(tokenizer, entries, request, room))
+        if not any(isinstance(entry, str) for entry in entries):
+            found = _guarded(lambda: _texts(tokenizer, entries, request, room, self._limit))
         elif tokenizer is None:
             found = "no_tokenizer"
         elif request.suffix is not None:
             found = "suffix"
-        elif sum(map(len, texts)) > self._limit:
-            found = "too_long"
         else:
-            found = await self._run(lambda: _texts(tokenizer, entries, request, room))
+            found = await self._run(lambda: _texts(tokenizer, entries, request, room, self._limit))
         if isinstance(found, str):
             found = [_inexact(entry, found, request, room) for entry in entries]
         return [_none("prompt_embeds")] * _embedded(request.prompt_embeds) + found
@@ -164,13 +167,15 @@ def _chat(tokenizer: Tokenizer, request: ChatRequest, room: int | None, until: f
     answer = request.max_completion_tokens
     length = _length(request, room, request.max_tokens if answer is None else answer)
     text = tokenizer.text(request, until=until, limit=limit)
+    _weigh([text], limit)
     return _exact(tokenizer.ids(text, special=bool(request.add_special_tokens), length=length))
 
 
 def _texts(
-    tokenizer: Tokenizer | None, entries: list[Any], request: CompletionRequest, room: int | None
+    tokenizer: Tokenizer | None, entries: list[Any], request: CompletionRequest, room: int | None, limit: int
 ) -> list[Prompt]:
     """A completion's prompts; ``tokenizer`` may be absent where none of them is text."""
+    _weigh((entry for entry in entries if isinstance(entry, str)), limit)
     length = _length(request, room, _answer(request))
     special = request.add_special_tokens is not False
     return [
@@ -179,6 +184,12 @@ def _texts(
         else _given(entry, length)
         for entry in entries
     ]
+
+
+def _weigh(texts: Iterable[str], limit: int) -> None:
+    size = sum(len(text) if text.isascii() else len(text.encode(errors="surrogatepass")) for text in texts)
+    if size > limit:
+        raise NotExactError("too_long")
 
 
 def _answer(request: CompletionRequest) -> int:
@@ -254,19 +265,24 @@ def _flat(request: ChatRequest) -> list[str]:
     first comes first, and large things (media) are named by their digest."""
     head = [request.chat_template, request.tools, request.documents]
     pieces = [_name(part) for part in head if part]
+    size = sum(map(len, pieces))
     for message in request.messages:
         content = message.get("content")
-        pieces.append(str(message.get("role")))
-        for part in content if isinstance(content, list) else [content]:
+        parts = content if isinstance(content, list) else [content]
+        calls = [message[field] for field in ("tool_calls", "reasoning") if message.get(field)]
+        for part in (message.get("role"), *parts, *calls):
             text = part.get("text") if isinstance(part, dict) else part
-            pieces.append(text if isinstance(text, str) else _name(part))
-        pieces.extend(_name(message[field]) for field in ("tool_calls", "reasoning") if message.get(field))
+            if not isinstance(text, str):
+                text = _name(part) if size < TEXT_BYTES else ""  # beyond it nothing gets a key
+            pieces.append(text)
+            size += len(text)
     return pieces
 
 
 def _name(value: Any) -> str:
+    """A value's JSON, or the digest of that where it is long."""
     try:
         data = msgspec.json.encode(value)
-    except (RecursionError, UnicodeEncodeError):
+    except (RecursionError, UnicodeEncodeError):  # too deep, or half a surrogate pair
         return "?"
     return data.decode() if len(data) <= 4096 else xxh3_64_hexdigest(data)
