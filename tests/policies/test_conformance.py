@@ -56,7 +56,7 @@ def distinct(number: int) -> Ask:
 
 
 @EVERY
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(history=histories, seed=st.integers(0, 3))
 def test_equal_histories_give_equal_choices_in_whatever_order_candidates_come(
     name: str, history: list[tuple[Ask, list[Candidate]]], seed: int
@@ -66,7 +66,7 @@ def test_equal_histories_give_equal_choices_in_whatever_order_candidates_come(
 
 
 @EVERY
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(history=histories)
 def test_chooses_one_of_the_candidates_changes_none_and_says_why_in_few_words(
     name: str, history: list[tuple[Ask, list[Candidate]]]
@@ -87,7 +87,7 @@ def test_chooses_one_of_the_candidates_changes_none_and_says_why_in_few_words(
 
 
 @EVERY
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(history=histories, reach=tokens)
 def test_what_the_index_says_of_an_untrusted_worker_changes_nothing(
     name: str, history: list[tuple[Ask, list[Candidate]]], reach: int

@@ -11,7 +11,7 @@ import pytest
 
 from policies.routing import POLICIES, Ask, Candidate, build
 
-DRAWS = 8_000
+DRAWS = 5_000
 
 
 def fleet(number: int) -> list[Candidate]:
