@@ -26,6 +26,9 @@ MIN_SECRET_BYTES = 16
 MAX_REPORTS = 10_000
 TICK_S = 0.1
 SWEEP_STEPS = 2_000
+BUSY_TURN_S = 0.002
+REST_S = 0.001
+"""After a busy turn the thread steps aside, so that a flood leaves the gateway's loop its turn."""
 
 _log = logging.getLogger(__name__)
 
@@ -226,6 +229,8 @@ class Hub:
                 source.new_epoch("internal error", now)
             self._statuses[worker] = source.status()
         self._turns += 1
+        if self._clock() - now > BUSY_TURN_S:
+            time.sleep(REST_S)
 
     def _listen(self, sources: dict[str, Source]) -> None:
         """Poll exactly the sockets there are now."""

@@ -32,7 +32,7 @@ from cacheindex.table import Slot, Table
 from cacheindex.trust import Trust
 
 TURN_MESSAGES = 64
-TURN_SECONDS = 0.004
+TURN_SECONDS = 0.002
 _MAX_FRAMES = 5
 _REPLAY_QUEUE = 16_384
 _REOPEN_S = (0.1, 2.0)
