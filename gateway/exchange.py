@@ -153,7 +153,7 @@ class _Attempt:
     async def run(self, worker: Worker) -> str:
         """The outcome. Raises UpstreamFailed only while nothing has been sent to the client."""
         lost = Interrupt()
-        tokens = self._call.query.tokens
+        tokens = max(0, self._call.query.tokens - self._plan.matched)
         lease = self._parts.workers.lease(worker.name, tokens, functools.partial(lost.fire, WORKER_DOWN))
         try:
             with lost:

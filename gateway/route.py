@@ -52,7 +52,7 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        return sum(prompt.count for prompt in self.prompts)
 
 
 class Plan(msgspec.Struct, frozen=True):

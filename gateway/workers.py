@@ -29,15 +29,16 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One attempt at one worker. ``interrupt`` is called if the worker goes down meanwhile."""
+    """One attempt at one worker, which has ``queued_tokens`` of prompt to compute for it.
+    ``interrupt`` is called if the worker goes down meanwhile."""
 
     __slots__ = ("_open", "interrupt", "queued_tokens", "worker")
 
-    def __init__(self, worker: "Worker", prompt_tokens: int, interrupt: Callable[[], None]) -> None:
+    def __init__(self, worker: "Worker", queued_tokens: int, interrupt: Callable[[], None]) -> None:
         self.worker, self.interrupt = worker, interrupt
-        self.queued_tokens, self._open = prompt_tokens, True
+        self.queued_tokens, self._open = queued_tokens, True
         worker.leases.add(self)
-        worker.queued_tokens += prompt_tokens
+        worker.queued_tokens += queued_tokens
 
     def first_byte(self) -> None:
         """The prompt has been computed: it no longer queues."""
@@ -112,8 +113,8 @@ class Workers:
                 entries.setdefault(str(entry.get("id")), entry)
         return list(entries.values())
 
-    def lease(self, name: str, prompt_tokens: int, interrupt: Callable[[], None]) -> Lease:
-        return Lease(self._by_name[name], prompt_tokens, interrupt)
+    def lease(self, name: str, queued_tokens: int, interrupt: Callable[[], None]) -> Lease:
+        return Lease(self._by_name[name], queued_tokens, interrupt)
 
     def passed(self, worker: Worker, served: Served) -> None:
         """A check went well. Another start time than before means another life of the engine."""

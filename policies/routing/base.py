@@ -29,7 +29,7 @@ class Ask(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """One healthy worker that serves the requested model.
 
-    ``queued_tokens``: prompt tokens leased to it that have not produced a first byte.
+    ``queued_tokens``: prompt tokens it was sent and has yet to compute, those it holds left out.
     ``running``: requests leased to it. ``reach``: tokens of this prompt it holds, by tier, by its
     events and by predictions. ``learned``: tokens of this prompt by routing history alone.
     """
