@@ -1,5 +1,6 @@
 """The house rules held against the code, and each rule shown to fail on a bad snippet."""
 
+import re
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -48,6 +49,14 @@ def test_every_policy_is_in_the_table() -> None:
     assert unregistered([source for source in SOURCES if source.package == "policies"], table) == []
     stray = parse("policies/routing/stray.py", "class Stray:\n def choose(self): ...")
     assert unregistered([stray], table) == ["policies/routing/stray.py"]
+
+
+def test_the_map_names_every_module() -> None:
+    """Folders such as ``loadtest/sim`` as one, policies each by its own name."""
+    named = set(re.findall(r"`([\w/]+?)/?`", (ROOT / "docs/structures.md").read_text()))
+    code = [source for source in SOURCES if source.package != "tests" and source.part != "__init__"]
+    parts = {s.module.split(".")[-1] if s.package == "policies" else s.part for s in code}
+    assert parts - named - {"routing"} == set()
 
 
 def test_no_paths_of_a_machine() -> None:
