@@ -155,20 +155,36 @@ def arms(policies: Sequence[str]) -> Iterator[list[Arm]]:
         stack.callback(folder.remove)
         model = write_tiny_model(folder.path / "model")
         engines = [start_engine(stack, folder, i, model) for i in range(ENGINES)]
-        urls = [arm.urls[0] for arm in engines]
+        wait_up(engines)
+        urls = [engine.url for engine in engines]
         gateways = [start_gateway(stack, folder, policy, urls) for policy in policies]
-        yield [*gateways, Arm(ALONE, urls, [pid for arm in engines for pid in arm.pids])]
+        wait_up(gateways)
+        alone = Arm(ALONE, urls, [pid for engine in engines for pid in engine.pids])
+        yield [*(Arm(gateway.name, [gateway.url], gateway.pids) for gateway in gateways), alone]
 
 
-def start_engine(stack: ExitStack, folder: RunFolder, number: int, model: Path) -> Arm:
+class Part(NamedTuple):
+    """A started process; ``health`` answers 200 once it can be used."""
+
+    name: str
+    url: str
+    health: str
+    child: Child
+
+    @property
+    def pids(self) -> list[int]:
+        return [] if self.child.pid is None else [self.child.pid]
+
+
+def start_engine(stack: ExitStack, folder: RunFolder, number: int, model: Path) -> Part:
     """A simulated engine that answers at once."""
     port = _port(stack)
-    command = [sys.executable, "-m", "loadtest.simengine", "--fast", "--port", str(port), "--model", MODEL]
+    command = ["-m", "loadtest.simengine", "--fast", "--port", str(port), "--model", MODEL]
     command += ["--model-path", str(model), "--max-model-len", "131072"]
-    return _start(stack, folder, f"engine-{number}", command, port=port, health="/health")
+    return Part(f"engine-{number}", _url(port), "/health", _child(stack, folder, f"engine-{number}", command))
 
 
-def start_gateway(stack: ExitStack, folder: RunFolder, policy: str, urls: Sequence[str]) -> Arm:
+def start_gateway(stack: ExitStack, folder: RunFolder, policy: str, urls: Sequence[str]) -> Part:
     """A gateway with one policy and everything else as it is by default."""
     port, admin = _port(stack), _port(stack)
     config = {
@@ -180,26 +196,37 @@ def start_gateway(stack: ExitStack, folder: RunFolder, policy: str, urls: Sequen
     }
     file = folder.path / f"{policy}.yaml"
     file.write_bytes(msgspec.yaml.encode(config))
-    command = [sys.executable, "-m", "hotprefix.cli", "gateway", "--config", str(file)]
-    return _start(stack, folder, policy, command, port=port, health="/ready")
+    command = ["-m", "hotprefix.cli", "gateway", "--config", str(file)]
+    return Part(policy, _url(port), "/ready", _child(stack, folder, policy, command))
+
+
+def wait_up(parts: Sequence[Part]) -> None:
+    """Returns when all are healthy; raises CommandError with a log's tail when one is not."""
+    for part in parts:
+        child = part.child
+
+        def settled(part: Part = part) -> bool:
+            return part.child.exit_code is not None or _answers(part.url + part.health)
+
+        if not wait_until(settled, _READY_S) or child.exit_code is not None:
+            raise CommandError(f"{part.name} did not start; its log:\n{child.tail()}")
+
+
+def _child(stack: ExitStack, folder: RunFolder, name: str, arguments: Sequence[str]) -> Child:
+    command = [sys.executable, *arguments]
+    child = Child(command, log=folder.path / f"{name}.log", folder=folder, env=_environment())
+    stack.callback(child.stop)
+    return child
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def _port(stack: ExitStack) -> int:
     held = Port()
     stack.callback(held.close)
     return held.number
-
-
-def _start(
-    stack: ExitStack, folder: RunFolder, name: str, command: Sequence[str], *, port: int, health: str
-) -> Arm:
-    child = Child(command, log=folder.path / f"{name}.log", folder=folder, env=_environment())
-    stack.callback(child.stop)
-    url = f"http://127.0.0.1:{port}"
-    up = wait_until(lambda: child.exit_code is not None or _answers(url + health), _READY_S)
-    if child.pid is None or child.exit_code is not None or not up:
-        raise CommandError(f"{name} did not start; its log:\n{child.tail()}")
-    return Arm(name, [url], [child.pid])
 
 
 def _environment() -> dict[str, str]:

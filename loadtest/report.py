@@ -5,6 +5,7 @@
 ``holds: null`` and a reason; it is never left out and does not fail the run.
 """
 
+import math
 import operator
 import os
 import platform
@@ -139,17 +140,16 @@ def commit() -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median with its 95 % interval from order statistics (binomial; no assumption about the shape).
-    With fewer than 6 values the interval is the whole range."""
+    """Median with its 95 % interval from order statistics: exact binomial ranks, no assumption about
+    the shape. With fewer than 6 values no ranks reach 95 %, and the interval is the whole range."""
     ordered = sorted(values)
     count = len(ordered)
-    if count < 6:
-        return statistics.median(ordered), ordered[0], ordered[-1]
-    # Normal approximation of the binomial ranks, widened to the next whole ranks.
-    half = 1.96 * count**0.5 / 2
-    low = max(0, int(count / 2 - half))
-    high = min(count - 1, int(count / 2 + half))
-    return statistics.median(ordered), ordered[low], ordered[high]
+    rank, below = 0, 0.0
+    # The k-th smallest and k-th largest enclose the median but for P(Binomial(n, 1/2) < k), twice.
+    while (below := below + math.comb(count, rank) / 2**count) <= 0.025:
+        rank += 1
+    outer = max(rank - 1, 0)
+    return statistics.median(ordered), ordered[outer], ordered[count - 1 - outer]
 
 
 def _git(*arguments: str) -> str:

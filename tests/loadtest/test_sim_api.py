@@ -88,9 +88,10 @@ async def test_usage_comes_only_when_asked(client: AsyncOpenAI) -> None:
 
 async def test_completions_take_all_four_kinds_of_prompt(client: AsyncOpenAI) -> None:
     for prompt, count in (("abc", 1), (["abc", "xyz"], 2), ([97, 98, 99], 1), ([[97, 98, 99], [120]], 2)):
-        answer = await client.completions.create(model="sim", prompt=prompt, max_tokens=4, echo=True)  # type: ignore[call-overload]
+        answer = await client.completions.create(model="sim", prompt=prompt, max_tokens=4, echo=True)
         assert len(answer.choices) == count
         assert answer.choices[0].text.startswith("abc")
+        assert answer.usage is not None
         assert answer.usage.completion_tokens == 4 * count
 
 

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from loadtest.harness import EventTap, eventually, fleet, replay, socket_folder
-from loadtest.sim.cache import Cleared, Removed, Space, Stored
+from loadtest.sim.cache import CacheEvent, Cleared, Removed, Space, Stored
 from loadtest.sim.clock import HandClock
 from loadtest.sim.config import SimConfig
 from loadtest.sim.wire import Encoding, EventEncoder, HashForm
@@ -55,7 +55,7 @@ def as_maps(events: Sequence[Any], encoding: Encoding) -> list[dict[str, Any]]:
 def test_both_encodings_say_the_same_with_each_form_of_hash(encoding: Encoding, form: HashForm) -> None:
     first, second = b"\1" * 32, b"\2" * 32
     encoder = EventEncoder(2, encoding, form, {"lora": 5}, dp_rank=3)
-    events = [
+    events: list[CacheEvent] = [
         Stored([first, second], None, [1, 2, 3, 4], Space("lora", "salt"), 0),
         Stored([second], first, [3, 4], Space("", "salt"), 1),
         Removed(first),
