@@ -103,10 +103,6 @@ class Feed(Generic[Body]):
         return self._replay is not None
 
     @property
-    def connected(self) -> bool:
-        return self._connected
-
-    @property
     def _syncing(self) -> bool:
         whys = (self._wanted, self._replay.why if self._replay else "")
         return "history" in whys or "rebuild" in whys
