@@ -118,6 +118,7 @@ class Router:
         for ticket in plan.tickets:
             self._predicted.confirm(ticket, until)
         for keys in plan.keys:
+            self._index.touch(keys)
             self._learned.store(_learned_slot(plan.worker), keys)
 
     def failed(self, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cacheindex.keys import text_tokens
 from gateway import config
 from gateway.openai import CompletionRequest
+from gateway.segments import Memory, Segments
 from gateway.tokenizer import Rendering, Templates, Tokenizer
 from gateway.tokens import Tokenizers
 from loadtest.harness import eventually
@@ -48,8 +49,10 @@ class Encoded:
 
 
 def slow_loader(backend: Slow) -> Callable[..., Tokenizer]:
-    def loader(root: str, rendering: Rendering, clock: Callable[[], float]) -> Tokenizer:
-        return Tokenizer(backend, Templates(None, None, "no_template"), special={}, longest=100)
+    def loader(root: str, rendering: Rendering, clock: Callable[[], float], memory: Memory) -> Tokenizer:
+        segments = Segments(backend, [], memory)
+        nothing = Templates(None, None, "no_template")
+        return Tokenizer(backend, nothing, special={}, longest=100, segments=segments)
 
     return loader
 
