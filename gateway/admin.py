@@ -1,16 +1,20 @@
 """The admin listener: what the gateway knows of its workers, its index and itself. Read only."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import get_args
 
 from fastapi import Response
 from prometheus_client.core import Metric
 
-from cacheindex.hub import Hub
+from cacheindex.hub import Hub, HubSnapshot
 from cacheindex.table import Table
+from cacheindex.trust import Trust
 from gateway.app import Parts, json_response, openai_app
 from gateway.http import App, Guard
 from gateway.metrics import CONTENT_TYPE, counter, gauge
-from gateway.workers import Workers
+from gateway.workers import Worker, Workers
+
+TRUSTS: tuple[str, ...] = get_args(Trust)
 
 
 def build_admin(parts: Parts, hub: Hub, table: Table) -> App:
@@ -53,54 +57,41 @@ def _describe(name: str, workers: Workers, hub: Hub) -> dict[str, object]:
 
 def observe(workers: Workers, hub: Hub, table: Table) -> Iterable[Metric]:
     """Gauges and counters of state that others keep, read at each scrape."""
-    everyone = workers.all()
-    by_name = {(worker.name,): worker for worker in everyone}
-    yield gauge(
-        "hotprefix_worker_up",
-        "1 while checks pass.",
-        ["worker"],
-        {n: float(w.up) for n, w in by_name.items()},
-    )
-    yield gauge(
-        "hotprefix_worker_running",
-        "Leases held.",
-        ["worker"],
-        {n: float(w.running) for n, w in by_name.items()},
-    )
-    yield gauge(
-        "hotprefix_worker_queued_tokens",
-        "Prompt tokens leased and not yet computed.",
-        ["worker"],
-        {n: float(w.queued_tokens) for n, w in by_name.items()},
-    )
-    snapshot = hub.snapshot()
+    yield from _of_workers(workers.all())
+    yield from _of_sources(hub.snapshot())
+    stats = table.stats()
+    yield gauge("hotprefix_index_entries", "Keys in the index.", [], {(): float(stats.entries)})
+    yield gauge("hotprefix_index_bytes", "Bytes the index uses.", [], {(): float(stats.bytes_used)})
+    yield counter("hotprefix_index_lost", "Keys dropped: the index was full.", [], {(): float(stats.lost)})
+
+
+def _of_workers(workers: Sequence[Worker]) -> Iterable[Metric]:
+    facts: dict[str, tuple[str, Callable[[Worker], float]]] = {
+        "up": ("1 while checks pass.", lambda worker: worker.up),
+        "running": ("Leases held.", lambda worker: worker.running),
+        "queued_tokens": ("Prompt tokens it has yet to compute.", lambda worker: worker.queued_tokens),
+    }
+    for name, (text, read) in facts.items():
+        values = {(worker.name,): float(read(worker)) for worker in workers}
+        yield gauge(f"hotprefix_worker_{name}", text, ["worker"], values)
+
+
+def _of_sources(snapshot: HubSnapshot) -> Iterable[Metric]:
     sources = snapshot.sources
-    trusts = ("exact", "syncing", "suspect", "learned")
     yield gauge(
         "hotprefix_source_trust",
         "1 for the state a worker's events are in.",
         ["worker", "trust"],
-        {(name, trust): float(status.trust == trust) for name, status in sources.items() for trust in trusts},
+        {(name, trust): float(one.trust == trust) for name, one in sources.items() for trust in TRUSTS},
     )
     for field in ("batches", "events", "gaps", "replays", "epochs", "bad_frames"):
-        yield counter(
-            f"hotprefix_source_{field}",
-            f"Event stream: {field.replace('_', ' ')} so far.",
-            ["worker"],
-            {(name,): float(getattr(status, field)) for name, status in sources.items()},
-        )
+        values = {(name,): float(getattr(one, field)) for name, one in sources.items()}
+        text = f"Event stream: {field.replace('_', ' ')} so far."
+        yield counter(f"hotprefix_source_{field}", text, ["worker"], values)
     yield counter(
         "hotprefix_source_skipped",
         "Events and blocks passed over, by cause.",
         ["worker", "cause"],
-        {(name, cause): float(n) for name, status in sources.items() for cause, n in status.skipped.items()},
+        {(name, cause): float(n) for name, one in sources.items() for cause, n in one.skipped.items()},
     )
-    stats = table.stats()
-    yield gauge("hotprefix_index_entries", "Keys in the index.", [], {(): float(stats.entries)})
-    yield gauge("hotprefix_index_bytes", "Bytes the index uses.", [], {(): float(stats.bytes_used)})
-    yield counter(
-        "hotprefix_index_lost", "Keys dropped because the index was full.", [], {(): float(stats.lost)}
-    )
-    yield counter(
-        "hotprefix_hub_errors", "Turns of the hub that ended early.", [], {(): float(snapshot.errors)}
-    )
+    yield counter("hotprefix_hub_errors", "Turns cut short by a fault.", [], {(): float(snapshot.errors)})
