@@ -6,6 +6,7 @@ plain call and for 5 ms through this one).
 """
 
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +16,7 @@ import msgspec
 
 from gateway.conversation import NotExactError, conversation, tool_schemas, without_developer
 from gateway.openai import ChatRequest
+from gateway.segments import Added, Memory, Segments, numbers, stands_alone
 from gateway.templates import Template
 
 Side = Literal["left", "right"]
@@ -76,10 +78,11 @@ class Tokenizer:
         *,
         special: Mapping[str, str],
         longest: int,
+        segments: Segments,
         rendering: Rendering | None = None,
     ) -> None:
         """``special``: named tokens (``bos_token`` …). ``longest``: characters of the longest token."""
-        self._backend, self._templates = backend, templates
+        self._backend, self._templates, self._segments = backend, templates, segments
         self._special, self._longest = dict(special), longest
         self._rendering = rendering if rendering is not None else Rendering()
 
@@ -96,8 +99,9 @@ class Tokenizer:
             messages = without_developer(messages)
         return template.render(messages, given, self._special, until=until, limit=limit)
 
-    def ids(self, text: str, *, special: bool, length: Length) -> list[int]:
+    def ids(self, text: str, *, special: bool, length: Length, scope: bytes = b"") -> "array[int]":
         """The ids of ``text``, with the tokenizer's own first and last tokens if ``special``.
+        Pieces are remembered within ``scope``.
 
         Raises NotExactError for a text that is too long for the model.
         """
@@ -109,22 +113,19 @@ class Tokenizer:
                 text = text[-room:] if length.side == "left" else text[:room]
         if length.keep is not None and length.side is None:
             return self._cut_early(text, special, length.keep)
-        encoding = self._encode(text, special)
-        if length.keep is None and length.room is not None and len(encoding) > length.room:
-            raise NotExactError("too_long")  # before a million ids become a million objects
-        whole: list[int] = encoding.ids
-        return cut(whole, length)
+        most = length.room if length.keep is None else None
+        if not special:
+            return cut(self._segments.encode(text, scope, most), length)
+        return cut(numbers(self._encode(text, True), most), length)
 
-    def _cut_early(self, text: str, special: bool, keep: int) -> list[int]:
+    def _cut_early(self, text: str, special: bool, keep: int) -> "array[int]":
         """Cut to ``keep`` tokens before the tokenizer adds its own, which stay."""
         added = self._backend.num_special_tokens_to_add(False) if special else 0
         if keep < added:
-            whole: list[int] = self._encode(text, special).ids
-            return cut(whole, Length(keep))
+            return cut(numbers(self._encode(text, special), None), Length(keep))
         encoding = self._encode(text, False)
         encoding.truncate(keep - added, direction=_KEPT)
-        ids: list[int] = self._backend.post_process(encoding, add_special_tokens=special).ids
-        return ids
+        return numbers(self._backend.post_process(encoding, add_special_tokens=special), None)
 
     def _encode(self, text: str, special: bool) -> Any:
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
@@ -146,12 +147,12 @@ class Tokenizer:
         return _over(_over(self._rendering.template_kwargs, {"tools": tools}), _over(client, own))
 
 
-def cut(ids: list[int], length: Length) -> list[int]:
+def cut(ids: "array[int]", length: Length) -> "array[int]":
     """``ids`` cut as asked."""
     if length.keep is None or length.keep >= len(ids):
         return ids
     if length.keep == 0:
-        return []
+        return ids[:0]
     return ids[-length.keep :] if (length.side or _KEPT) == "left" else ids[: length.keep]
 
 
@@ -163,8 +164,9 @@ class UnusableError(Exception):
     """A tokenizer that cannot give what its engine computes; the text says why, for people."""
 
 
-def load(root: str, rendering: Rendering, clock: Callable[[], float]) -> Tokenizer:
-    """Load from a folder or hub name, running no code that comes with the model.
+def load(root: str, rendering: Rendering, clock: Callable[[], float], memory: Memory) -> Tokenizer:
+    """Load from a folder or hub name, running no code that comes with the model. Pieces of text
+    are remembered in ``memory``.
 
     Raises UnusableError, OSError, ValueError or whatever the files provoke.
     """
@@ -184,8 +186,19 @@ def load(root: str, rendering: Rendering, clock: Callable[[], float]) -> Tokeniz
         _templates(root, loaded.chat_template, rendering, clock),
         special=loaded.special_tokens_map,
         longest=max(map(len, loaded.get_vocab())),
+        segments=Segments(backend, _marks(backend, str(loaded.chat_template)), memory),
         rendering=rendering,
     )
+
+
+def _marks(backend: Any, template: str) -> list[str]:
+    """Tokens that one may cut at, as far as the model's template writes them."""
+    added = [
+        Added(token.content, token.special, token.normalized, token.lstrip, token.single_word)
+        for token in backend.get_added_tokens_decoder().values()
+    ]
+    usual = [token for token in added if token.content in template]
+    return [token.content for token in usual if stands_alone(token, added)][:8]
 
 
 def _templates(root: str, own: Any, rendering: Rendering, clock: Callable[[], float]) -> Templates:

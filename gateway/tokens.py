@@ -18,12 +18,13 @@ from gateway import config
 from gateway.conversation import NotExactError
 from gateway.openai import AnyRequest, ChatRequest, CompletionRequest, Endpoint
 from gateway.pool import Done, Missed, Pool
+from gateway.segments import Memory
 from gateway.templates import OverBudgetError
 from gateway.tokenizer import Length, Rendering, Tokenizer, cut
 from gateway.tokenizer import load as load_tokenizer
 
 T = TypeVar("T")
-Loader = Callable[[str, Rendering, Callable[[], float]], Tokenizer]
+Loader = Callable[[str, Rendering, Callable[[], float], Memory], Tokenizer]
 
 BYTES_PER_SECOND = 1_000_000
 """What one thread surely encodes (HF tokenizers on one slow core: 1.5 to 3 million bytes of prose, CJK,
@@ -52,6 +53,14 @@ class Prompt(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Ask(msgspec.Struct, frozen=True):
+    """What bounds one request: the model's length, bytes of text, and whose memory it uses."""
+
+    room: int | None
+    limit: int
+    scope: bytes
+
+
 class Tokenizers:
     """The tokenizers of all models, and the threads they run in. One event loop uses it."""
 
@@ -61,10 +70,12 @@ class Tokenizers:
         *,
         loader: Loader = load_tokenizer,
         clock: Callable[[], float] = time.monotonic,
+        memory_bytes: int = 64_000_000,
     ) -> None:
         self._settings, self._loader, self._clock = settings, loader, clock
         self._ready: dict[str, Tokenizer] = {}
         self._failed: dict[str, str] = {}
+        self._memory = Memory(memory_bytes)
         self._limit = int(settings.deadline_s * BYTES_PER_SECOND)
         threads = settings.threads
         self._pool = Pool("tokens", threads=threads, pending=settings.pending, spare=threads)
@@ -98,7 +109,7 @@ class Tokenizers:
             self._failed[model] = "nobody said where its tokenizer is"
             return
         how = rendering if rendering is not None else Rendering()
-        outcome = await self._loading.run(lambda: self._loader(where, how, self._clock), LOAD_S)
+        outcome = await self._loading.run(lambda: self._loader(where, how, self._clock, self._memory), LOAD_S)
         if isinstance(outcome, Done):
             self._ready[model] = outcome.value
             self._failed.pop(model, None)
@@ -106,13 +117,20 @@ class Tokenizers:
             self._failed[model] = f"loading {outcome.why} {outcome.error}".rstrip()
 
     async def prompts(
-        self, endpoint: Endpoint, model: str, request: AnyRequest, max_model_len: int | None
+        self,
+        endpoint: Endpoint,
+        model: str,
+        request: AnyRequest,
+        max_model_len: int | None,
+        tenant: str = "",
     ) -> list[Prompt]:
-        """The request's prompts, in order: one, or one per entry of a completion's list."""
+        """The request's prompts, in order: one, or one per entry of a completion's list. What is
+        remembered of it makes no other tenant's requests faster."""
+        ask = Ask(max_model_len, self._limit, tenant.encode("utf-8", "surrogatepass"))
         if isinstance(request, ChatRequest):
-            made = [await self._chat(model, request, max_model_len)]
+            made = [await self._chat(model, request, ask)]
         else:
-            made = await self._completion(model, request, max_model_len)
+            made = await self._completion(model, request, ask)
         self.counts.update(prompt.reason for prompt in made)
         return made
 
@@ -121,30 +139,30 @@ class Tokenizers:
         self._pool.close()
         self._loading.close()
 
-    async def _chat(self, model: str, request: ChatRequest, room: int | None) -> Prompt:
+    async def _chat(self, model: str, request: ChatRequest, ask: Ask) -> Prompt:
         tokenizer = self._ready.get(model)
         if request.chat_template is not None:
             return _chat_text(request, "own_template")
         if tokenizer is None:
             return _chat_text(request, "no_tokenizer")
         until = self._clock() + self._settings.deadline_s
-        found = await self._run(lambda: _chat(tokenizer, request, room, until, self._limit))
+        found = await self._run(lambda: _chat(tokenizer, request, ask, until))
         return _chat_text(request, found) if isinstance(found, str) else found
 
-    async def _completion(self, model: str, request: CompletionRequest, room: int | None) -> list[Prompt]:
+    async def _completion(self, model: str, request: CompletionRequest, ask: Ask) -> list[Prompt]:
         tokenizer = self._ready.get(model)
         entries = _entries(request.prompt)
         found: list[Prompt] | str
         if not any(isinstance(entry, str) for entry in entries):
-            found = _guarded(lambda: _texts(tokenizer, entries, request, room, self._limit))
+            found = _guarded(lambda: _texts(tokenizer, entries, request, ask))
         elif tokenizer is None:
             found = "no_tokenizer"
         elif request.suffix is not None:
             found = "suffix"
         else:
-            found = await self._run(lambda: _texts(tokenizer, entries, request, room, self._limit))
+            found = await self._run(lambda: _texts(tokenizer, entries, request, ask))
         if isinstance(found, str):
-            found = [_inexact(entry, found, request, room) for entry in entries]
+            found = [_inexact(entry, found, request, ask) for entry in entries]
         return [_none("prompt_embeds")] * _embedded(request.prompt_embeds) + found
 
     async def _run(self, work: Callable[[], T]) -> T | str:
@@ -163,23 +181,24 @@ def _guarded(work: Callable[[], T]) -> T | str:
         return "template_budget"
 
 
-def _chat(tokenizer: Tokenizer, request: ChatRequest, room: int | None, until: float, limit: int) -> Prompt:
+def _chat(tokenizer: Tokenizer, request: ChatRequest, ask: Ask, until: float) -> Prompt:
     answer = request.max_completion_tokens
-    length = _length(request, room, request.max_tokens if answer is None else answer)
-    text = tokenizer.text(request, until=until, limit=limit)
-    _weigh([text], limit)
-    return _exact(tokenizer.ids(text, special=bool(request.add_special_tokens), length=length))
+    length = _length(request, ask.room, request.max_tokens if answer is None else answer)
+    text = tokenizer.text(request, until=until, limit=ask.limit)
+    _weigh([text], ask.limit)
+    special = bool(request.add_special_tokens)
+    return _exact(tokenizer.ids(text, special=special, length=length, scope=ask.scope))
 
 
 def _texts(
-    tokenizer: Tokenizer | None, entries: list[Any], request: CompletionRequest, room: int | None, limit: int
+    tokenizer: Tokenizer | None, entries: list[Any], request: CompletionRequest, ask: Ask
 ) -> list[Prompt]:
     """A completion's prompts; ``tokenizer`` may be absent where none of them is text."""
-    _weigh((entry for entry in entries if isinstance(entry, str)), limit)
-    length = _length(request, room, _answer(request))
+    _weigh((entry for entry in entries if isinstance(entry, str)), ask.limit)
+    length = _length(request, ask.room, _answer(request))
     special = request.add_special_tokens is not False
     return [
-        _exact(tokenizer.ids(entry, special=special, length=length))
+        _exact(tokenizer.ids(entry, special=special, length=length, scope=ask.scope))
         if isinstance(entry, str) and tokenizer is not None
         else _given(entry, length)
         for entry in entries
@@ -219,8 +238,8 @@ def _entries(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def _exact(ids: list[int]) -> Prompt:
-    return Prompt(array("I", ids), "tokens", len(ids))
+def _exact(ids: "array[int]") -> Prompt:
+    return Prompt(ids, "tokens", len(ids))
 
 
 def _none(reason: str) -> Prompt:
@@ -232,16 +251,16 @@ def _given(entry: Any, length: Length) -> Prompt:
     if not isinstance(entry, list):
         return _none("token_ids")
     try:
-        return _exact(cut(entry, length))
+        return _exact(cut(array("I", entry), length))
     except (OverflowError, TypeError):  # something that is no number from 0 to 2**32 - 1
         return _none("token_ids")
 
 
-def _inexact(entry: Any, reason: str, request: CompletionRequest, room: int | None) -> Prompt:
+def _inexact(entry: Any, reason: str, request: CompletionRequest, ask: Ask) -> Prompt:
     if isinstance(entry, str):
         return _text(entry, reason)
     try:
-        return _given(entry, _length(request, room, _answer(request)))
+        return _given(entry, _length(request, ask.room, _answer(request)))
     except NotExactError as error:
         return _none(error.reason)
 

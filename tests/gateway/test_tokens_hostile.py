@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheindex.keys import text_tokens
@@ -231,6 +231,7 @@ JSON = st.recursive(
 PARTS = st.fixed_dictionaries({"type": st.sampled_from(["text", "refusal", "odd"]), "text": JSON})
 
 
+@settings(deadline=None)
 @given(
     JSON | st.lists(PARTS, max_size=3),
     JSON,
