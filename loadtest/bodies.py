@@ -3,19 +3,13 @@
 import json
 import random
 
+from loadtest.tinymodel import WORDS
+
 GROUPS = 16
 SLOTS = 256
 SIZES = {"small": 100, "big": 32 * 1024}
 
 _SNIPPETS = 2048
-_WORDS = """
-    time year people way day man thing woman life child world school state family student group country
-    problem hand part place case week company system program question work government number night point
-    home water room mother area money story fact month lot right study book eye job word business issue side
-    kind head house service friend father power hour game line end member law car city community name
-    president team minute idea kid body information back parent face others level office door health person
-    art war history party result change morning reason research girl guy moment air teacher force education
-""".split()  # noqa: SIM905 (words read better than a list of them)
 
 
 class Bodies:
@@ -54,5 +48,5 @@ class Bodies:
 def _text(source: random.Random, length: int) -> str:
     text = ""
     while len(text) < length:
-        text += " ".join(source.choices(_WORDS, k=64)) + ". "
+        text += " ".join(source.choices(WORDS, k=64)) + ". "
     return text[:length]

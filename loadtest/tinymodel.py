@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 
 MAX_LENGTH = 8192
 
-_WORDS = """
+WORDS = """
     the of and to in is it you that he was for on are with as his they be at one have this from or
     had by but what all were when we there can an your which their if do will each about how up out
     them then she many some so these would other into has more her two like him see time could no
@@ -33,6 +33,7 @@ _WORDS = """
     falls open birds turn south carry bread count boats rain comes late system user assistant tool
     function name arguments description
 """.split()  # noqa: SIM905 (words read better than a list of them)
+"""Text made of these has about five characters a token, as English has under a real tokenizer."""
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -97,8 +98,8 @@ def write_tiny_model(folder: Path) -> Path:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE: most common words are one token, with the space before them; all else is
-    pieces or bytes. Any text survives encode and decode."""
+    """Byte-level BPE: a common word with the space before it is one token; all else is pieces
+    and bytes. Any text survives encode and decode."""
     vocabulary, merges = _vocabulary()
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIAL])
@@ -111,10 +112,12 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     space = "\u0120"  # how byte-level BPE writes a space
     names = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: dict[tuple[str, str], None] = {}
-    for word in dict.fromkeys(_WORDS):
-        for text in (space + word, word):
-            for length in range(2, len(text) + 1):
-                merges[text[: length - 1], text[length - 1]] = None
+    for word in dict.fromkeys(WORDS):
+        # Each merge begins with the space, so none takes letters that another word needs: a listed
+        # word after a space is always one token.
+        text = space + word
+        for length in range(2, len(text) + 1):
+            merges[text[: length - 1], text[length - 1]] = None
     names += dict.fromkeys(left + right for left, right in merges)
     return {name: i for i, name in enumerate(names)}, list(merges)
 
