@@ -103,7 +103,7 @@ class Tokenizers:
 
     async def load(self, model: str, root: str | None, rendering: Rendering | None = None) -> None:
         """Load ``model``'s tokenizer from where the configuration says, else from ``root``. Never
-        raises: what went wrong is in ``why_not``. Loading again replaces it."""
+        raises: what went wrong is in ``why_not``. Loading again replaces it if it succeeds."""
         where = self._settings.tokenizers.get(model, root)
         if where is None:
             self._failed[model] = "nobody said where its tokenizer is"

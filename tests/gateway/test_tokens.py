@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from cacheindex.keys import prompt_keys, text_tokens
 from gateway import config
 from gateway.openai import ChatRequest, CompletionRequest
+from gateway.tokenizer import Rendering
 from gateway.tokens import TEXT_BYTES, Tokenizers
 from loadtest.tinymodel import build_tokenizer, write_tiny_model
 from tests.gateway.asks import ROOM, chat, one, user
@@ -213,4 +214,22 @@ async def test_only_so_much_text_gets_keys() -> None:
     assert prompt.count == pytest.approx(750_000, rel=0.01)
     plain = await one(made, CompletionRequest(prompt="abcd" * 10))
     assert plain.tokens == text_tokens("abcd" * 10)
+    made.close()
+
+
+async def test_engines_may_have_been_told_to_render_otherwise(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ mood }}{{ tools | length if tools else 'none' }}{{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = chat(user("!"), tools=tools, tool_choice="none")
+    made = Tokenizers(config.Tokens())
+    how = Rendering(chat_template=str(file), template_kwargs={"mood": "calm"}, exclude_tools_when_none=True)
+    await made.load("m", str(tiny_model), how)
+    assert list((await one(made, asked)).tokens) == ids("calmnone!")
+    loud = chat(user("!"), tools=tools, chat_template_kwargs={"mood": "loud"})
+    assert list((await one(made, loud)).tokens) == ids("loud1!")
+    await made.load("m", str(tiny_model), Rendering(chat_template="{{ messages[0].content }}?"))
+    assert list((await one(made, asked)).tokens) == ids("!?")
+    await made.load("m", str(tiny_model), Rendering(chat_template=str(tmp_path / "missing.jinja")))
+    assert made.why_not("m") == ""  # the tokenizer that was there serves on
     made.close()
