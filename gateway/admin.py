@@ -11,7 +11,7 @@ from cacheindex.table import Table
 from cacheindex.trust import Trust
 from gateway.app import Parts, json_response, openai_app
 from gateway.http import App, Guard
-from gateway.metrics import CONTENT_TYPE, counter, gauge
+from gateway.metrics import CONTENT_TYPE, Labelled, counter, gauge
 from gateway.workers import Worker, Workers
 
 TRUSTS: tuple[str, ...] = get_args(Trust)
@@ -72,7 +72,7 @@ def _of_workers(workers: Sequence[Worker]) -> Iterable[Metric]:
         "queued_tokens": ("Prompt tokens it has yet to compute.", lambda worker: worker.queued_tokens),
     }
     for name, (text, read) in facts.items():
-        values = {(worker.name,): float(read(worker)) for worker in workers}
+        values: Labelled = {(worker.name,): float(read(worker)) for worker in workers}
         yield gauge(f"hotprefix_worker_{name}", text, ["worker"], values)
 
 
@@ -85,7 +85,7 @@ def _of_sources(snapshot: HubSnapshot) -> Iterable[Metric]:
         {(name, trust): float(one.trust == trust) for name, one in sources.items() for trust in TRUSTS},
     )
     for field in ("batches", "events", "gaps", "replays", "epochs", "bad_frames"):
-        values = {(name,): float(getattr(one, field)) for name, one in sources.items()}
+        values: Labelled = {(name,): float(getattr(one, field)) for name, one in sources.items()}
         text = f"Event stream: {field.replace('_', ' ')} so far."
         yield counter(f"hotprefix_source_{field}", text, ["worker"], values)
     yield counter(

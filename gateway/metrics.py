@@ -13,6 +13,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OUTCOMES = ("ok", "client_error", "refused", "failed", "broken_stream", "client_gone", "crashed")
 
+Labelled = Mapping[tuple[str, ...], float]
+"""Values by the tuple of their labels' values."""
+
 
 class Metrics:
     """Conservation: submitted = sum of ended over outcomes + in flight."""
@@ -101,7 +104,7 @@ class _Read(Collector):
         return self._collect()
 
 
-def gauge(name: str, text: str, labels: list[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+def gauge(name: str, text: str, labels: list[str], values: Labelled) -> Metric:
     """A gauge family from ready values, one for each tuple of label values."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for labelled, value in values.items():
@@ -109,7 +112,7 @@ def gauge(name: str, text: str, labels: list[str], values: Mapping[tuple[str, ..
     return family
 
 
-def counter(name: str, text: str, labels: list[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+def counter(name: str, text: str, labels: list[str], values: Labelled) -> Metric:
     """A counter family from ready values, one for each tuple of label values."""
     family = CounterMetricFamily(name, text, labels=labels)
     for labelled, value in values.items():
