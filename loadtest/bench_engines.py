@@ -88,15 +88,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             )
             for position in range(len(ARMS)):
                 arm = ARMS[(position + number) % len(ARMS)]
-                done[arm].append(_arm(fleet, home.logs, arm, texts, options, number))
+                done[arm].append(_arm(fleet, arm, texts, options, number))
                 say_error(f"run {number + 1} of {options.runs}: {arm} done")
     return _report(done, options)
 
 
 def _arm(
-    fleet: Fleet, logs: Any, arm: str, texts: list[Conversation], options: argparse.Namespace, number: int
+    fleet: Fleet, arm: str, texts: list[Conversation], options: argparse.Namespace, number: int
 ) -> list[Turn]:
-    gateway = LocalGateway(fleet.engines, fleet.folder, logs, config={"policy": {"name": arm}, "seed": number})
+    config = {"policy": {"name": arm}, "seed": number}
+    gateway = LocalGateway(fleet.engines, fleet.folder, find_home().logs, config=config)
     try:
         gateway.wait_ready()
         return asyncio.run(_Arm(fleet, gateway.url, texts, options, number).run())
@@ -130,7 +131,9 @@ class _Arm:
                 await asyncio.gather(*(self._ask(session, gate, one, turn) for one in order))
         return self._turns
 
-    async def _ask(self, session: aiohttp.ClientSession, gate: asyncio.Semaphore, one: int, turn: int) -> None:
+    async def _ask(
+        self, session: aiohttp.ClientSession, gate: asyncio.Semaphore, one: int, turn: int
+    ) -> None:
         async with gate:
             messages = self._history[one]
             messages.append({"role": "user", "content": self._texts[one].questions[turn]})

@@ -7,9 +7,9 @@ turns, use the same passage.
 import random
 import re
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 
 import msgspec
-from pydoc_data.topics import topics
 
 CHARS_PER_TOKEN = 4.5
 """Of this text under SmolLM2's tokenizer, to size passages; what was sent is measured, not assumed."""
