@@ -6,6 +6,7 @@ plain call and for 5 ms through this one).
 """
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -170,6 +171,9 @@ def load(root: str, rendering: Rendering, clock: Callable[[], float], memory: Me
 
     Raises UnusableError, OSError, ValueError or whatever the files provoke.
     """
+    # Our pool is the parallelism. tokenizers' own would hand each text to one more thread (100 us of
+    # CPU a request) and take every core for a long list. It reads this at each call.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer  # noqa: PLC0415  (2 s of imports: in the loading thread)
 
     folder = Path(root)

@@ -31,7 +31,7 @@ FLOORS: dict[str, dict[int, str]] = {
     "gateway": {
         3: "app admin serve upstream exchange health http",
         2: "route workers tokens stream openai conversation templates tokenizer pool tenants prediction retry "
-        "metrics interrupt",
+        "metrics interrupt segments",
     },
     "cacheindex": {
         3: "hub server client source",
