@@ -176,6 +176,22 @@ def vllm_environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
+def native_bfloat16(cpuinfo: str) -> bool:
+    """Whether a CPU, by its ``/proc/cpuinfo``, multiplies bfloat16 itself. Without, vLLM's bfloat16 is
+    four times slower than its float32 (measured on an AVX2-only EPYC: 33 against 140 prompt tokens/s)."""
+    flags = set(cpuinfo.split())
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def dtype_here() -> str:
+    """The faster type of weights and KV on this machine."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "auto"
+    return "auto" if native_bfloat16(cpuinfo) else "float32"
+
+
 def vllm_command(spec: EngineSpec, home: Home, port: int, events: Mapping[str, str] | None) -> list[str]:
     """Started as a module, because the console script of the CPU build fails."""
     command = [str(home.engine / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
@@ -183,7 +199,7 @@ def vllm_command(spec: EngineSpec, home: Home, port: int, events: Mapping[str, s
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     command += ["--enable-prefix-caching", "--block-size", str(spec.block_size)]
-    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details", "--dtype", dtype_here()]
     if spec.blocks is not None:
         command += ["--num-gpu-blocks-override", str(spec.blocks)]
     if events is not None:
