@@ -48,7 +48,8 @@ class Health(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """``body_bytes``: 413 above. ``header_bytes``: 431 above. ``requests``: 503 above so many in flight.
-    ``head_s`` and ``body_s``: how long a request may take to arrive."""
+    ``head_s`` and ``body_s``: how long a request may take to arrive. ``write_s``: a client that takes
+    nothing of its answer for so long is gone."""
 
     body_bytes: Bytes = 10_000_000
     header_bytes: Bytes = 65_536
@@ -56,6 +57,7 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     requests: int = 4096
     head_s: Seconds = 10.0
     body_s: Seconds = 30.0
+    write_s: Seconds = 60.0
 
 
 class Upstream(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

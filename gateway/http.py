@@ -2,6 +2,7 @@
 refuses what no well-meant client sends, in OpenAI's error form."""
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -97,6 +98,7 @@ class Guard:
     ) -> None:
         self._app, self._tenants, self._limits = app, tenants, limits
         self._open_paths, self._admin = open_paths, admin
+        self._life, self._numbers = secrets.token_hex(10), itertools.count()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +115,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
         raw: list[tuple[bytes, bytes]] = scope["headers"]
-        scope[REQUEST_ID] = secrets.token_hex(16)
+        scope[REQUEST_ID] = f"{self._life}{next(self._numbers):012x}"
         size = sum(len(name) + len(value) for name, value in raw)
         if size > self._limits.header_bytes or len(raw) > self._limits.headers:
             raise ApiError(

@@ -186,6 +186,7 @@ def _server(app: App, settings: config.Gateway) -> _Server:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE_S,
         )

@@ -79,12 +79,13 @@ DANGEROUS_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "torch.load"
 ENGINE_LIBRARIES = {"torch", "vllm"}
 
 COUNTED = {
-    ("gateway/health.py", "_watch"): "self.errors",
-    ("gateway/pool.py", "_serve"): "self.counts[",
-    ("cacheindex/hub.py", "_run"): "self._errors",
-    ("loadtest/sim/http.py", "_run"): "self._server.errors",
+    ("gateway/app.py", "__call__"): r"self\._metrics\.ended\(outcome\)",
+    ("gateway/health.py", "_watch"): r"self\.errors \+= 1",
+    ("gateway/pool.py", "_serve"): r"self\.counts\[.* \+= 1",
+    ("cacheindex/hub.py", "_run"): r"self\._errors \+= 1",
+    ("loadtest/sim/http.py", "_run"): r"self\._server\.errors \+= 1",
 }
-"""The roots of tasks and threads that catch everything, each with what it counts that in."""
+"""The roots of tasks and threads that catch everything, each with the line that counts it."""
 
 
 class Source(NamedTuple):
@@ -252,8 +253,8 @@ def catching_everything_is_counted(source: Source) -> Iterator[str]:
             counter = COUNTED.get((source.path, function.name))
             if counter is None:
                 yield f"line {node.lineno}: {function.name} catches everything and is not in COUNTED"
-            elif not re.search(re.escape(counter) + r".* \+= 1", body):
-                yield f"line {node.lineno}: {function.name} does not count in {counter}"
+            elif not re.search(counter, body):
+                yield f"line {node.lineno}: {function.name} does not count: no {counter}"
 
 
 def catches_all(handler: ast.ExceptHandler) -> bool:
