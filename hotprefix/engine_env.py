@@ -96,7 +96,17 @@ def pip_install(
     python: Path, packages: Sequence[str], log: Path, environ: Mapping[str, str], say: Say
 ) -> None:
     """Installs exactly ``packages``, resolving nothing. Raises what ``explain`` makes of a failure."""
-    command = [str(python), "-m", "pip", "install", "--no-deps", "--no-input", "--progress-bar", "off"]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-compile",
+        "--no-input",
+        "--progress-bar",
+        "off",
+    ]
     if index := environ.get(TORCH_INDEX_VARIABLE):
         command += ["--extra-index-url", index]
     started = time.monotonic()
