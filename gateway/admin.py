@@ -32,7 +32,7 @@ def build_admin(parts: Parts, hub: Hub, table: Table) -> App:
 
     @app.get("/v1/workers")
     async def list_workers() -> Response:
-        return json_response({"workers": [_describe(worker.name, workers, hub) for worker in workers.all()]})
+        return json_response({"workers": [_describe(worker, parts, hub) for worker in workers.all()]})
 
     @app.get("/v1/index")
     async def index() -> Response:
@@ -41,17 +41,18 @@ def build_admin(parts: Parts, hub: Hub, table: Table) -> App:
     return Guard(app, parts.tenants, parts.settings.limits, open_paths=frozenset({"/health"}), admin=True)
 
 
-def _describe(name: str, workers: Workers, hub: Hub) -> dict[str, object]:
-    worker = workers.get(name)
+def _describe(worker: Worker, parts: Parts, hub: Hub) -> dict[str, object]:
+    served = worker.served
     return {
-        "name": name,
+        "name": worker.name,
         "url": worker.spec.url,
         "up": worker.up,
         "reason": worker.reason,
-        "models": sorted(worker.served.names) if worker.served else [],
+        "models": sorted(served.names) if served else [],
+        "tokenizer": "unknown" if served is None else parts.tokenizers.why_not(served.base) or "loaded",
         "running": worker.running,
         "queued_tokens": worker.queued_tokens,
-        "events": hub.status(name),
+        "events": hub.status(worker.name),
     }
 
 

@@ -223,8 +223,10 @@ def build_app(parts: Parts) -> App:
 
     @app.get("/ready")
     async def ready() -> Response:
-        up = [worker.name for worker in workers.serving(None)]
-        return json_response({"ready": bool(up), "workers": len(up)}, 200 if up else 503)
+        up = workers.serving(None)
+        known = all(parts.tokenizers.settled(worker.served.base) for worker in up if worker.served)
+        is_ready = bool(up) and known
+        return json_response({"ready": is_ready, "workers": len(up)}, 200 if is_ready else 503)
 
     @app.get("/metrics")
     async def scrape(request: Request) -> Response:

@@ -92,7 +92,7 @@ class Gateway:
         served = worker.served
         assert served is not None
         self.router.forget(worker.name)
-        loading = asyncio.get_running_loop().create_task(self.tokenizers.load(served.base, served.root))
+        loading = asyncio.get_running_loop().create_task(self._load_tokenizer(served.base, served.root))
         self._tasks.add(loading)
         loading.add_done_callback(self._tasks.discard)
         events = worker.spec.events
@@ -106,6 +106,16 @@ class Gateway:
                     bind=events.bind,
                     topic_prefix=events.topic,
                 )
+            )
+
+    async def _load_tokenizer(self, model: str, root: str | None) -> None:
+        await self.tokenizers.load(model, root)
+        if not self.tokenizers.known(model):
+            why = self.tokenizers.why_not(model)
+            log.warning(
+                "prompts for %s are routed by their text (%s); name its tokenizer in tokens.tokenizers",
+                model,
+                why,
             )
 
     def _down(self, worker: Worker, reason: str) -> None:

@@ -97,6 +97,10 @@ class Tokenizers:
         """Whether prompts of this base model can be exact."""
         return model in self._ready
 
+    def settled(self, model: str) -> bool:
+        """Whether loading this base model's tokenizer has ended, well or not."""
+        return model in self._ready or model in self._failed
+
     def why_not(self, model: str) -> str:
         """For people: why a model's tokenizer is not there."""
         return "" if model in self._ready else self._failed.get(model, "never loaded")
@@ -114,7 +118,7 @@ class Tokenizers:
             self._ready[model] = outcome.value
             self._failed.pop(model, None)
         else:
-            self._failed[model] = f"loading {outcome.why} {outcome.error}".rstrip()
+            self._failed[model] = f"loading {where}: {outcome.why} {outcome.error}".rstrip()
 
     async def prompts(
         self,

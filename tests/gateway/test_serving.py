@@ -6,6 +6,8 @@ from typing import Any
 import openai
 import pytest
 
+from loadtest.harness import eventually
+
 LONG = "The river bends twice before the mill, and the old road follows it as far as the bridge. " * 12
 
 
@@ -101,6 +103,21 @@ async def test_models_health_ready_and_metrics(start: Any) -> None:
         assert "hotprefix_requests_total 1.0" in text
         workers = (await stack.client.get(stack.admin_url + "/v1/workers")).json()["workers"]
         assert [worker["events"]["trust"] for worker in workers] == ["exact", "exact"]
+
+
+async def test_not_ready_until_tokenizers_are_there_or_known_to_fail(start: Any) -> None:
+    async with start(1, ready=False) as stack:
+        ready = await stack.client.get("/ready")
+        assert ready.status_code == (200 if stack.gateway.tokenizers.settled("sim") else 503)
+        await eventually(lambda: stack.gateway.tokenizers.settled("sim"))
+        assert (await stack.client.get("/ready")).status_code == 200
+    async with start(1, ready=False, tokens={"tokenizers": {"sim": "/nowhere/at/all"}}) as stack:
+        await eventually(lambda: stack.gateway.tokenizers.settled("sim"))
+        assert (await stack.client.get("/ready")).status_code == 200, "serves by text"
+        workers = (await stack.client.get(stack.admin_url + "/v1/workers")).json()["workers"]
+        assert "nowhere" in workers[0]["tokenizer"]
+        assert (await stack.chat("x")).status_code == 200
+        assert await stack.metric("hotprefix_prompts_inexact_total", reason="no_tokenizer") == 1
 
 
 async def test_request_ids_are_kept_or_made(start: Any) -> None:
