@@ -16,7 +16,9 @@ from hotprefix.errors import UserError
 from hotprefix.home import Home, find_home
 from hotprefix.local_gateway import LocalGateway, gateway_environ
 from hotprefix.model import DEFAULT_MODEL, ensure_model, resolve, served_name
+from hotprefix.processes import Port
 from hotprefix.progress import Board, say_error
+from loadtest.tinymodel import write_tiny_model
 
 _START_S = 600.0
 _LOOK_S = 0.5
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     settings.load([*gateway_flags, "--workers", "http://127.0.0.1:1"], gateway_environ())
+    for number in (options.port, options.admin_port):
+        Port(number).close()  # a taken port is said before anything is set up or started
     home = find_home()
     specs = _specs(options, home)
     with Fleet(home) as fleet:
@@ -61,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--model",
         default="",
         metavar="PATH|NAME",
-        help="model folder or hub name (SmolLM2-135M-Instruct; simulated engines need none)",
+        help="model folder or hub name (SmolLM2-135M-Instruct; simulated engines: a tiny tokenizer)",
     )
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port, 0: any free one (8000)")
     parser.add_argument("--admin-port", type=int, default=8001, help="its admin port, 0: any free one (8001)")
@@ -88,12 +92,12 @@ def _specs(options: argparse.Namespace, home: Home) -> list[EngineSpec]:
         ensure_engine(home, say_error)
         model = ensure_model(home, options.model or DEFAULT_MODEL, say_error)
     else:
-        model = resolve(options.model) if options.model else ""
+        model = resolve(options.model) if options.model else str(write_tiny_model(home.models / "tiny"))
     base = EngineSpec(
         name="engine",
         kind=options.engine,
         model=model,
-        served_name=served_name(model) if model else DEFAULT_MODEL,
+        served_name=served_name(model) if options.model else DEFAULT_MODEL,
         block_size=options.block_size,
         kv_gib=options.kv_gib,
         max_model_len=options.max_model_len,

@@ -118,7 +118,7 @@ def test_the_log_is_continued_but_the_tail_is_of_this_start(folder: RunFolder, t
     log = tmp_path / "log"
     for number, keep in ((1, False), (2, True)):
         child = Child(["echo", f"life {number}"], log=log, folder=folder, env=os.environ, keep_log=keep)
-        child.stop()
+        assert wait_until(lambda child=child: child.exit_code is not None, 10, 0.01)
         assert child.tail() == f"life {number}"
     assert log.read_text() == "life 1\nlife 2\n"
 
