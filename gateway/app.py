@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from gateway.http import (
 from gateway.interrupt import Interrupt, Interrupted
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import AnyRequest, ApiError, ChatRequest, CompletionRequest, Edits, Endpoint, edit, parse
+from gateway.prediction import Apart
 from gateway.route import Query
 from gateway.tenants import Tenant, Tenants
 from gateway.tokens import Prompt, Tokenizers
@@ -39,7 +40,7 @@ log = logging.getLogger("hotprefix.gateway")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """The only paths that need no key."""
 
-PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS: Mapping[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -51,23 +52,24 @@ class Parts(msgspec.Struct, frozen=True):
     tokenizers: Tokenizers
     exchanges: Exchanges
     metrics: Metrics
+    clock: Callable[[], float]
 
 
 class Proxied:
-    """One proxied endpoint: reads, validates, tokenizes, then hands over to ``Exchanges``."""
+    """The proxied endpoints: reads, validates, tokenizes, then hands over to ``Exchanges``."""
 
-    def __init__(self, endpoint: Endpoint, parts: Parts) -> None:
-        self._endpoint = endpoint
+    def __init__(self, parts: Parts) -> None:
         self._settings, self._tenants = parts.settings, parts.tenants
         self._workers, self._tokenizers = parts.workers, parts.tokenizers
-        self._exchanges, self._metrics = parts.exchanges, parts.metrics
+        self._exchanges, self._metrics, self._clock = parts.exchanges, parts.metrics, parts.clock
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.submitted()
         self._in_flight += 1
         outcome = "crashed"
-        interrupt, reply = Interrupt(), _Reply(send, self._settings.limits.write_s)
+        arrived = self._clock()
+        interrupt, reply = Interrupt(), _Reply(send)
         watch: asyncio.Task[None] | None = None
         try:
             if self._in_flight > self._settings.limits.requests:
@@ -77,7 +79,7 @@ class Proxied:
             body = await read_body(receive, self._settings.limits)
             watch = asyncio.create_task(_watch(receive, interrupt))
             with interrupt:
-                call = await self._call(scope, body)
+                call = await self._call(scope, body, arrived)
                 outcome = await self._exchanges.run(call, reply)
         except ApiError as error:
             outcome = "refused" if error.status < 500 else "failed"
@@ -95,15 +97,19 @@ class Proxied:
             self._in_flight -= 1
             self._metrics.ended(outcome)
 
-    async def _call(self, scope: Scope, body: bytes) -> Call:
+    async def _call(self, scope: Scope, body: bytes, arrived: float) -> Call:
+        path: str = scope["path"]
+        endpoint = PATHS[path]
         tenant: Tenant = scope[TENANT]
         headers: dict[str, str] = scope[HEADERS]
-        request = parse(self._endpoint, body)
+        request = parse(endpoint, body)
         base, limit = self._model(request.model)
-        prompts = await self._tokenizers.prompts(self._endpoint, base, request, limit, tenant.name)
+        prompts = await self._tokenizers.prompts(endpoint, base, request, limit, tenant.name)
         for prompt in prompts:
             if prompt.kind != "tokens":
                 self._metrics.inexact(prompt.reason)
+        if limit and any(prompt.count > limit for prompt in prompts):
+            prompts = []  # the engine refuses it; its keys would only cost time
         salt = self._tenants.salt(tenant, request.cache_salt)
         ours = request.stream is True and not request.wants_usage
         edits = Edits(
@@ -112,7 +118,7 @@ class Proxied:
             drop_kv=not tenant.admin or self._tenants.open,
         )
         return Call(
-            path=PATHS[self._endpoint],
+            path=path,
             body=edit(body, edits),
             headers=headers,
             query=self._query(request, prompts, salt, headers, tenant),
@@ -120,6 +126,7 @@ class Proxied:
             private=self._hidden,
             show_hits=not self._hidden,
             request_id=scope[REQUEST_ID],
+            arrived=arrived,
         )
 
     @property
@@ -134,7 +141,7 @@ class Proxied:
         if workers and workers[0].served is not None:
             return workers[0].served.base, workers[0].served.max_model_len
         known = sorted(str(entry.get("id")) for entry in self._workers.models())
-        if model is not None and known:
+        if model is not None and known and not self._workers.known(model):
             raise ApiError(
                 404,
                 f"The model `{model}` does not exist; there is {', '.join(known)}.",
@@ -152,7 +159,9 @@ class Proxied:
         headers: dict[str, str],
         tenant: Tenant,
     ) -> Query:
-        session = headers.get(self._settings.session_header) or request.prompt_cache_key or request.user
+        session = (
+            headers.get(self._settings.session_header.lower()) or request.prompt_cache_key or request.user
+        )
         longest = request.max_tokens
         if isinstance(request, ChatRequest):
             longest = request.max_completion_tokens or longest
@@ -164,15 +173,17 @@ class Proxied:
             tenant=tenant.name,
             max_tokens=longest or 0,
             priority=request.priority or 0,
-            readable=_reads_cache(request),
+            apart=_apart(request, len(prompts)),
         )
 
 
-def _reads_cache(request: AnyRequest) -> bool:
-    """Engines compute a prompt anew when its own log-probabilities are wanted."""
-    if request.prompt_logprobs is not None:
-        return False
-    return not (isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None)
+def _apart(request: AnyRequest, prompts: int) -> Apart:
+    """Engines compute a prompt anew when its own log-probabilities are wanted; and of several prompts or
+    answers they report one, which may have been cached by another."""
+    if prompts > 1 or (request.n or 1) > 1 or request.use_beam_search:
+        return "several"
+    echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    return "unread" if echoed or request.prompt_logprobs is not None else ""
 
 
 async def _watch(receive: Receive, interrupt: Interrupt) -> None:
@@ -184,8 +195,8 @@ async def _watch(receive: Receive, interrupt: Interrupt) -> None:
 class _Reply:
     """The client's side of an exchange, over ASGI."""
 
-    def __init__(self, send: Send, patience_s: float) -> None:
-        self._send, self._patience_s = send, patience_s
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.started = False
 
     async def start(self, status: int, headers: Mapping[str, str], *, length: int | None) -> None:
@@ -198,20 +209,15 @@ class _Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": head})
 
     async def write(self, data: bytes, *, more: bool) -> None:
-        """Raises Interrupted when the client takes nothing for ``patience_s``."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise Interrupted(CLIENT_GONE) from None
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def build_app(parts: Parts) -> App:
     """The inference listener's ASGI application."""
     app, workers, metrics = openai_app(), parts.workers, parts.metrics
-    proxied = {path: Proxied(endpoint, parts) for endpoint, path in PATHS.items()}
-    for path, endpoint in proxied.items():
-        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+    proxied = Proxied(parts)
+    for path in PATHS:
+        app.router.routes.append(Route(path, endpoint=proxied, methods=["POST"]))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -236,8 +242,8 @@ def build_app(parts: Parts) -> App:
 
     async def front(scope: Scope, receive: Receive, send: Send) -> None:
         """Proxied requests pass by the framework: its layers take a fifth of a small one's CPU."""
-        direct = proxied.get(scope["path"]) if scope.get("method") == "POST" else None
-        await (direct or app)(scope, receive, send)
+        direct = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS
+        await (proxied if direct else app)(scope, receive, send)
 
     return Guard(front, parts.tenants, parts.settings.limits, open_paths=OPEN_PATHS, admin=False)
 

@@ -49,7 +49,7 @@ class Health(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """``body_bytes``: 413 above. ``header_bytes``: 431 above. ``requests``: 503 above so many in flight.
     ``head_s`` and ``body_s``: how long a request may take to arrive. ``write_s``: a client that takes
-    nothing of its answer for so long is gone."""
+    nothing of its answer for so long is cut off."""
 
     body_bytes: Bytes = 10_000_000
     header_bytes: Bytes = 65_536

@@ -45,20 +45,17 @@ class Health:
 
     async def check(self, worker: Worker, *, facts: bool) -> None:
         """One check; ``facts`` also asks what it serves and when it started."""
-        was_up = worker.up
         try:
             answer = await self._get(worker, "/health")
             if answer.status_code != 200:
                 raise httpx.HTTPError(f"/health answers {answer.status_code}")
             served = await self._facts(worker) if facts or worker.served is None else worker.served
         except httpx.ConnectError as error:
-            self._workers.failed(worker, f"no connection: {error}", refused=True)
+            self._workers.failed(worker, f"no connection: {error}", refused=was_refused(error))
         except (httpx.HTTPError, ValueError) as error:
             self._workers.failed(worker, str(error) or type(error).__name__, refused=False)
         else:
             self._workers.passed(worker, served)
-        if worker.up != was_up:
-            self._log(f"worker {worker.name} is {'up' if worker.up else 'down: ' + worker.reason}")
 
     async def _facts(self, worker: Worker) -> Served:
         models = await self._get(worker, "/v1/models")
@@ -71,6 +68,15 @@ class Health:
     async def _get(self, worker: Worker, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {worker.spec.api_key}"} if worker.spec.api_key else {}
         return await self._client.get(worker.spec.url.rstrip("/") + path, headers=headers)
+
+
+def was_refused(error: BaseException | None) -> bool:
+    """Whether nothing listens there: a full table of files or a slow name server looks alike at first."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _start_time(text: str) -> float:

@@ -3,6 +3,7 @@ refuses what no well-meant client sends, in OpenAI's error form."""
 
 import asyncio
 import itertools
+import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -21,7 +22,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_ID = "hotprefix.request_id"
 TENANT = "hotprefix.tenant"
 HEADERS = "hotprefix.headers"
-MAX_REQUEST_ID = 128
+REQUEST_IDS = re.compile(r"[A-Za-z0-9_-]{1,128}")
+"""What a client may name its request. Engines take meaning out of richer ids (addresses of peers)."""
+
 DRAINED = 1 << 20
 UNREAD = (408, 413)
 """Errors after which the rest of a request's body may still be on its way."""
@@ -35,6 +38,7 @@ class Protocol(HttpToolsProtocol):
         self._limits = limits
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,19 +46,27 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_patience()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._timer is None and not self._busy:
+            self._start_timer()
         if self._timer is not None:
             self._head_bytes += len(data)
         super().data_received(data)
         if self._timer is not None and self._head_bytes > self._limits.header_bytes:
             self._refuse(ApiError(431, f"More than {self._limits.header_bytes} bytes of headers."))
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._timer is None:
-            self._start_timer()
+    def pause_writing(self) -> None:
+        """The client takes nothing: after ``write_s`` its connection is cut."""
+        super().pause_writing()
+        if self._patience is None:
+            self._patience = self.loop.call_later(self._limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_patience()
+        super().resume_writing()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
@@ -62,6 +74,16 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
+
+    @property
+    def _busy(self) -> bool:
+        """A request has been read up to its body and is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stop_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _start_timer(self) -> None:
         self._head_bytes = 0
@@ -80,6 +102,9 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         self._stop_timer()
+        if self._busy:  # an answer is under way on this connection: nothing may be written into it
+            self.transport.close()
+            return
         body = error.body()
         head = (
             f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
@@ -126,7 +151,7 @@ class Guard:
         if sum(name == b"host" for name, _ in raw) != 1:
             raise ApiError(400, "A request needs exactly one Host header.")
         given = headers.get("x-request-id", "")
-        if given and len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
+        if REQUEST_IDS.fullmatch(given):
             scope[REQUEST_ID] = given
         else:
             headers["x-request-id"] = scope[REQUEST_ID]

@@ -38,7 +38,7 @@ class Metrics:
         self._inexact = count("hotprefix_prompts_inexact", "Prompts not routed by their tokens.", "reason")
         ttft = Histogram(
             "hotprefix_ttft_seconds",
-            "From the whole request read to the engine's first byte.",
+            "From a request's head to the engine's first byte (of a whole answer: its end).",
             ["worker"],
             buckets=TTFT_BUCKETS,
             registry=self.registry,

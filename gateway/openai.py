@@ -11,8 +11,12 @@ import msgspec
 
 Endpoint = Literal["chat", "completions"]
 
-KV_FIELDS = ("kv_transfer_params",)
-"""Top-level fields that steer an engine's KV connector: removed unless the client is an admin."""
+KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+"""Top-level fields that steer an engine's KV (and encoder cache) connector: removed unless the client
+is an admin."""
+
+MAX_PROMPTS = 1024
+"""Prompts in one completions request."""
 
 _KV_WORDS = ("kv_", "kv-", "hotprefix", "lmcache", "remote_block", "remote_engine")
 
@@ -58,6 +62,7 @@ class _Common(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     prompt_logprobs: int | None = None
+    use_beam_search: bool | None = False
 
     @property
     def wants_usage(self) -> bool:
@@ -92,8 +97,8 @@ class CompletionRequest(_Common, kw_only=True):
 AnyRequest = ChatRequest | CompletionRequest
 
 _decoders: Mapping[Endpoint, msgspec.json.Decoder[Any]] = {
-    "chat": msgspec.json.Decoder(ChatRequest),
-    "completions": msgspec.json.Decoder(CompletionRequest),
+    "chat": msgspec.json.Decoder(ChatRequest, strict=False),
+    "completions": msgspec.json.Decoder(CompletionRequest, strict=False),
 }
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -108,17 +113,24 @@ def parse(endpoint: Endpoint, body: bytes) -> AnyRequest:
         raise ApiError(400, text, param=where.rstrip("`") or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
-    if isinstance(request, CompletionRequest) and request.prompt is None and request.prompt_embeds is None:
-        raise ApiError(400, "`prompt` is required", param="prompt")
+    if isinstance(request, CompletionRequest):
+        _check_prompt(request)
     return request
+
+
+def _check_prompt(request: CompletionRequest) -> None:
+    prompt = request.prompt
+    if prompt is None and request.prompt_embeds is None:
+        raise ApiError(400, "`prompt` is required", param="prompt")
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise ApiError(400, f"At most {MAX_PROMPTS} prompts in one request.", param="prompt")
 
 
 class Edits(msgspec.Struct, frozen=True):
     """The only changes ever made to a request's body.
 
-    ``model``: the base id written where the client named none. ``cache_salt``: the tenant's, replacing
-    the client's. ``include_usage``: ask for the usage chunk of a stream. ``drop_kv``: remove fields
-    that steer the KV connector.
+    ``cache_salt``: the tenant's, replacing the client's. ``include_usage``: ask for the usage chunk of a
+    stream, and for that one only. ``drop_kv``: remove fields that steer the KV connector.
     """
 
     cache_salt: str | None = None
@@ -127,8 +139,12 @@ class Edits(msgspec.Struct, frozen=True):
 
 
 def edit(body: bytes, edits: Edits) -> bytes:
-    """The body with ``edits`` applied; the same object when there was nothing to change."""
-    members = _members.decode(body)
+    """The body with ``edits`` applied; the same object when there was nothing to change. Raises
+    ApiError(400) where the body cannot be read in full."""
+    try:
+        members = _members.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
     changed = False
     if edits.drop_kv:
         changed = _drop_kv(members)
@@ -139,6 +155,9 @@ def edit(body: bytes, edits: Edits) -> bytes:
         raw = members.get("stream_options")
         options = _members.decode(raw) if raw is not None and bytes(raw) != b"null" else {}
         options["include_usage"] = msgspec.Raw(b"true")
+        options.pop(
+            "continuous_usage_stats", None
+        )  # void without include_usage, which the client did not ask
         members["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
         changed = True
     return msgspec.json.encode(members) if changed else body

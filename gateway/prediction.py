@@ -7,8 +7,10 @@ import msgspec
 Cause = Literal["match", "evicted", "pending", "unread", "several", "unreported", "over", "under"]
 """``match``: within one block. Apart, and never held against the index: ``evicted`` after the choice;
 ``pending``: another request was computing the same prefix; ``unread``: the engine does not read its
-cache for such a request; ``several`` prompts in one request; ``unreported`` by the engine. Held
+cache for such a request; ``several`` prompts or answers in one request; ``unreported`` by the engine. Held
 against it: ``over`` and ``under``, the prediction was above or below the truth."""
+
+Apart = Literal["", "unread", "several"]
 
 CAUSES: tuple[Cause, ...] = (
     "match",
@@ -25,13 +27,12 @@ CAUSES: tuple[Cause, ...] = (
 class Prediction(msgspec.Struct, frozen=True):
     """``cached``: tokens the index says the engine will not compute. ``pending``: the same if all that
     is being computed there were done. ``block``: the engine's block size. All in tokens, for a
-    single prompt; ``readable`` is false where the engine will not read its cache."""
+    single prompt. ``apart``: why the engine's count says nothing, "" where it does."""
 
     cached: int
     pending: int
     block: int
-    prompts: int = 1
-    readable: bool = True
+    apart: Apart = ""
 
 
 def cacheable(reach: int, prompt_tokens: int, block: int) -> int:
@@ -42,10 +43,8 @@ def cacheable(reach: int, prompt_tokens: int, block: int) -> int:
 
 def judge(prediction: Prediction, cached: int | None, *, evicted: bool) -> Cause:
     """``cached``: what the engine reported. ``evicted``: some predicted key left it after the choice."""
-    if prediction.prompts > 1:
-        return "several"
-    if not prediction.readable:
-        return "unread"
+    if prediction.apart:
+        return prediction.apart
     if cached is None:
         return "unreported"
     if abs(cached - prediction.cached) <= prediction.block:

@@ -14,7 +14,7 @@ from cacheindex.events import Tier
 from cacheindex.keys import BLOCK_TOKENS, Kind, Namespace, prompt_keys
 from cacheindex.predicted import Predicted
 from cacheindex.table import Slot, Table, by_holder
-from gateway.prediction import Cause, Prediction, cacheable, judge
+from gateway.prediction import Apart, Cause, Prediction, cacheable, judge
 from gateway.tokens import Prompt
 from gateway.workers import Worker
 from policies.routing.base import Ask, Candidate, Choice, Policy, Trust
@@ -48,7 +48,7 @@ class Query(msgspec.Struct, frozen=True):
     tenant: str = ""
     max_tokens: int = 0
     priority: int = 0
-    readable: bool = True
+    apart: Apart = ""
 
     @property
     def tokens(self) -> int:
@@ -70,7 +70,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Router:
-    """``index`` is written by the hub, ``learned`` and ``predicted`` by the router alone."""
+    """``index`` is written by the hub; what was learned and predicted by the router alone. A routed
+    prompt counts as held for ``waiting_s`` (or until ``failed``), after its first byte for
+    ``predicted_s``; by then the engine has said so."""
 
     def __init__(
         self,
@@ -80,13 +82,15 @@ class Router:
         *,
         learned_bytes: int,
         predicted_s: float,
+        waiting_s: float,
         secret: bytes,
         clock: Callable[[], float],
     ) -> None:
         self._policy, self._index, self._sources = policy, index, sources
         self._learned = Table(learned_bytes)
         self._predicted = Predicted()
-        self._predicted_s, self._secret, self._clock = predicted_s, secret, clock
+        self._predicted_s, self._waiting_s = predicted_s, waiting_s
+        self._secret, self._clock = secret, clock
 
     def plan(self, query: Query, workers: Sequence[Worker]) -> Plan:
         """Choose one of ``workers``, which must not be empty, and note the choice as predicted."""
@@ -100,7 +104,7 @@ class Router:
         ask = self._ask(query, keys_by_namespace)
         choice = self._policy.choose(ask, [view.candidate for view in views.values()])
         view = views[choice.worker]
-        until = self._clock() + self._predicted_s
+        until = self._clock() + self._waiting_s
         return Plan(
             worker=choice.worker,
             choice=choice,
@@ -140,7 +144,8 @@ class Router:
         return cause
 
     def forget(self, worker: str) -> None:
-        """Everything learned of a worker is void: it was restarted or is gone."""
+        """Everything learned and predicted of a worker is void: it was restarted or is gone."""
+        self._predicted.drop_worker(worker)
         self._learned.forget(worker)
         self._learned.sweep(SWEEP)
 
@@ -241,8 +246,7 @@ def _view(
         cached=sum(cacheable(reached, length, block) for reached, length in zip(now, lengths, strict=True)),
         pending=sum(cacheable(reached, length, block) for reached, length in zip(soon, lengths, strict=True)),
         block=max(block, BLOCK_TOKENS),
-        prompts=len(lengths),
-        readable=query.readable,
+        apart=query.apart,
     )
     return _View(candidate, keys, reach.slots, prediction)
 

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import random
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +56,7 @@ class Gateway:
             self.hub,
             learned_bytes=settings.index.learned_bytes,
             predicted_s=settings.index.predicted_s,
+            waiting_s=settings.upstream.first_byte_s,
             secret=secret,
             clock=clock,
         )
@@ -64,12 +66,13 @@ class Gateway:
         self.metrics.observe(functools.partial(observe, self.workers, self.hub, self.index))
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._roots: dict[str, str | None] = {}
 
     async def start(self) -> tuple[App, App]:
         """Begin checking workers and reading events; returns both listeners' applications."""
         self.upstream = Upstream(self.settings.upstream)
         self.health = Health(self.workers, self.settings.health, log.info)
-        shared = exchange.Parts(
+        shared = exchange.Shared(
             self.workers, self.router, self.upstream, self.budget, self.metrics, self._clock
         )
         exchanges = exchange.Exchanges(
@@ -77,7 +80,9 @@ class Gateway:
         )
         self.hub.start()
         self.health.start()
-        parts = Parts(self.settings, self.tenants, self.workers, self.tokenizers, exchanges, self.metrics)
+        parts = Parts(
+            self.settings, self.tenants, self.workers, self.tokenizers, exchanges, self.metrics, self._clock
+        )
         return build_app(parts), build_admin(parts, self.hub, self.index)
 
     async def stop(self) -> None:
@@ -91,6 +96,7 @@ class Gateway:
     def _up(self, worker: Worker) -> None:
         served = worker.served
         assert served is not None
+        log.info("worker %s is up and serves %s", worker.name, served.base)
         self.router.forget(worker.name)
         loading = asyncio.get_running_loop().create_task(self._load_tokenizer(served.base, served.root))
         self._tasks.add(loading)
@@ -109,6 +115,9 @@ class Gateway:
             )
 
     async def _load_tokenizer(self, model: str, root: str | None) -> None:
+        if self._roots.get(model, "") == root and self.tokenizers.known(model):
+            return  # a worker that went and came back
+        self._roots[model] = root
         await self.tokenizers.load(model, root)
         if not self.tokenizers.known(model):
             why = self.tokenizers.why_not(model)
@@ -119,6 +128,7 @@ class Gateway:
             )
 
     def _down(self, worker: Worker, reason: str) -> None:
+        log.warning("worker %s is down: %s", worker.name, reason)
         self.router.forget(worker.name)
         self.hub.new_epoch(worker.name, reason)
 
@@ -140,6 +150,8 @@ def run(settings: config.Gateway) -> None:
         level=settings.log_level.upper(), stream=sys.stderr, format="%(levelname)s %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files for each request in flight
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_signal(Gateway(settings)))
 

@@ -9,6 +9,8 @@ import re
 
 import msgspec
 
+from gateway.openai import KV_FIELDS
+
 MAX_EVENT_BYTES = 32 * 1024 * 1024
 _BOUNDARY = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
@@ -84,7 +86,8 @@ class Relay:
         try:
             answer = _answers.decode(payload)
         except msgspec.DecodeError:
-            return event  # not for us to judge: the client sees what the engine said
+            # Not for us to judge, the client sees what the engine said; but not where it may hide a count.
+            return b"" if self._private else event
         if answer.usage is not None:
             self.usage = answer.usage
             if self._strip and not answer.choices:
@@ -95,7 +98,7 @@ class Relay:
 
 def _interesting(data: bytes) -> bool:
     """Whether these events may hold usage, or what clients may not see."""
-    return b'"usage"' in data or b"kv_transfer_params" in data
+    return b'"usage"' in data or b"_transfer_params" in data
 
 
 def read_usage(body: bytes) -> Usage | None:
@@ -107,26 +110,28 @@ def read_usage(body: bytes) -> Usage | None:
 
 
 def clean_answer(payload: bytes, *, private: bool) -> bytes:
-    """A JSON answer without what clients may not see: ``kv_transfer_params``, and with ``private``
-    the cached-token count. The same object when there was nothing to take out."""
-    if b"kv_transfer_params" not in payload and not (private and b"prompt_tokens_details" in payload):
+    """A JSON answer without what clients may not see: what a KV connector says, and with ``private``
+    the cached-token count. The same object when there was nothing to take out. With ``private``
+    raises BrokenStream for an answer that cannot be read."""
+    if b"_transfer_params" not in payload and not (private and b"prompt_tokens_details" in payload):
         return payload
     try:
         members = _members.decode(payload)
-    except msgspec.DecodeError:
+        usage = members.get("usage")
+        counts = _members.decode(usage) if private and usage is not None and bytes(usage) != b"null" else {}
+    except msgspec.DecodeError as error:
+        if private:
+            raise BrokenStream(f"its answer cannot be read: {error}") from error
         return payload
-    changed = False
-    steering = members.get("kv_transfer_params")
-    if steering is not None and bytes(steering) != b"null":
-        del members["kv_transfer_params"]
-        changed = True
-    usage = members.get("usage")
-    if private and usage is not None and b"prompt_tokens_details" in bytes(usage):
-        counts = _members.decode(usage)
+    steering = [name for name in KV_FIELDS if bytes(members.get(name, b"null")) != b"null"]
+    for name in steering:
+        del members[name]
+    if "prompt_tokens_details" in counts:
         counts["prompt_tokens_details"] = msgspec.Raw(b"null")
         members["usage"] = msgspec.Raw(msgspec.json.encode(counts))
-        changed = True
-    return msgspec.json.encode(members) if changed else payload
+    elif not steering:
+        return payload
+    return msgspec.json.encode(members)
 
 
 def error_event(body: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """The connection to engines: one pooled client, requests rebuilt rather than forwarded."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
@@ -21,11 +22,13 @@ KEEP_ALIVE_S = 4.0
 
 
 class UpstreamFailed(Exception):
-    """The engine did not answer, or broke off. ``refused``: nothing listens there any more."""
+    """The engine did not answer, or broke off. ``reason`` is one word, the message is for the log.
+    ``refused``: nothing listens there any more. ``again``: another engine may be tried; not after a
+    time-out, since the work may still be going on."""
 
-    def __init__(self, reason: str, message: str, *, refused: bool = False) -> None:
+    def __init__(self, reason: str, message: str, *, refused: bool = False, again: bool = True) -> None:
         super().__init__(message)
-        self.reason, self.refused = reason, refused
+        self.reason, self.refused, self.again = reason, refused, again
 
 
 class Answer:
@@ -62,7 +65,7 @@ class Answer:
                 yield chunk
                 wait = self._timeouts.idle_s
         except TimeoutError as error:
-            raise UpstreamFailed("timeout", f"it sent nothing for {wait:g} s") from error
+            raise UpstreamFailed("timeout", f"it sent nothing for {wait:g} s", again=False) from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed("broken", f"it broke off its answer: {error}") from error
 
@@ -99,10 +102,13 @@ class Upstream:
                 response = await self._session.post(
                     worker.spec.url.rstrip("/") + path, data=body, headers=sent, allow_redirects=False
                 )
+        except aiohttp.ConnectionTimeoutError as error:
+            raise UpstreamFailed("connect", "it did not accept a connection in time") from error
         except TimeoutError as error:
-            raise UpstreamFailed("timeout", "it did not answer in time") from error
+            raise UpstreamFailed("timeout", "it did not answer in time", again=False) from error
         except aiohttp.ClientConnectorError as error:
-            raise UpstreamFailed("connect", f"no connection: {error}", refused=True) from error
+            refused = error.os_error.errno == errno.ECONNREFUSED
+            raise UpstreamFailed("connect", f"no connection: {error}", refused=refused) from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed("broken", f"it closed the connection: {error}") from error
         return Answer(response, self._timeouts)

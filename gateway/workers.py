@@ -30,18 +30,21 @@ class Served(msgspec.Struct, frozen=True):
 
 class Lease:
     """One attempt at one worker, which has ``queued_tokens`` of prompt to compute for it.
-    ``interrupt`` is called if the worker goes down meanwhile."""
+    ``interrupt`` is called if the worker goes down meanwhile, before the first byte, or is found to
+    have been restarted."""
 
-    __slots__ = ("_open", "interrupt", "queued_tokens", "worker")
+    __slots__ = ("_open", "computed", "interrupt", "queued_tokens", "worker")
 
     def __init__(self, worker: "Worker", queued_tokens: int, interrupt: Callable[[], None]) -> None:
         self.worker, self.interrupt = worker, interrupt
         self.queued_tokens, self._open = queued_tokens, True
+        self.computed = False
         worker.leases.add(self)
         worker.queued_tokens += queued_tokens
 
     def first_byte(self) -> None:
         """The prompt has been computed: it no longer queues."""
+        self.computed = True
         self.worker.queued_tokens -= self.queued_tokens
         self.queued_tokens = 0
 
@@ -105,6 +108,10 @@ class Workers:
             if worker.up and worker.served and (model is None or model in worker.served.names)
         ]
 
+    def known(self, model: str) -> bool:
+        """Whether a worker serves this model, or did when it was last up."""
+        return any(w.served is not None and model in w.served.names for w in self._by_name.values())
+
     def models(self) -> list[Mapping[str, Any]]:
         """The merged ``/v1/models`` of all workers that are up, each id once, in their words."""
         entries: dict[str, Mapping[str, Any]] = {}
@@ -117,13 +124,17 @@ class Workers:
         return Lease(self._by_name[name], queued_tokens, interrupt)
 
     def passed(self, worker: Worker, served: Served) -> None:
-        """A check went well. Another start time than before means another life of the engine."""
+        """A check went well. Another start time than before means another life of the engine; one that
+        it did not tell this time means nothing."""
         before = worker.served
-        restarted = before is not None and worker.up and before.started != served.started
+        started = before.started if before is not None else 0.0
+        if not served.started:
+            served = msgspec.structs.replace(served, started=started)
+        restarted = worker.up and started not in (0.0, served.started)
         fresh = not worker.up or before is None
         worker.served, worker.failures = served, 0
         if restarted:
-            self._take_down(worker, "restarted")
+            self._take_down(worker, "restarted", gone=True)
         worker.up, worker.reason = True, ""
         if restarted or fresh:
             self._on_up(worker)
@@ -134,13 +145,16 @@ class Workers:
         if not worker.up:
             worker.reason = reason
         elif refused or worker.failures >= self._health.failures:
-            self._take_down(worker, reason)
+            self._take_down(worker, reason, gone=False)
 
-    def _take_down(self, worker: Worker, reason: str) -> None:
+    def _take_down(self, worker: Worker, reason: str, *, gone: bool) -> None:
+        """Requests that still wait for a first byte are planned again. Streams that flow are left
+        alone, since a slow check is not their end, unless the engine's process is ``gone``."""
         worker.up, worker.reason = False, reason
         self._on_down(worker, reason)
         for lease in list(worker.leases):
-            lease.interrupt()
+            if gone or not lease.computed:
+                lease.interrupt()
 
 
 def parse_models(payload: object, started: float) -> Served:

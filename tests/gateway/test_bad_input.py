@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.workers import parse_models
 from loadtest.harness import eventually
 
 BAD: list[tuple[str, bytes]] = [
@@ -14,6 +15,7 @@ BAD: list[tuple[str, bytes]] = [
     ("no object", b"[1,2]"),
     ("number", b"7"),
     ("invalid utf-8", b'{"model":"sim","messages":[{"role":"user","content":"\xff\xfe"}]}'),
+    ("invalid utf-8 in a key", b'{"model":"sim","messages":[],"a\xff":1}'),
     ("messages no list", b'{"model":"sim","messages":"hi"}'),
     ("messages missing", b'{"model":"sim"}'),
     ("message no object", b'{"model":"sim","messages":["hi"]}'),
@@ -53,6 +55,17 @@ async def test_unknown_model_is_404_and_lists_the_known(start: Any) -> None:
         assert error["code"] == "model_not_found"
         assert error["param"] == "model"
         assert "sim" in error["message"]
+
+
+async def test_a_model_whose_workers_are_down_is_not_unknown(start: Any) -> None:
+    async with start(2) as stack:
+        workers = stack.gateway.workers
+        first, second = workers.all()
+        workers.passed(first, parse_models({"data": [{"id": "other"}]}, first.served.started))
+        await stack.engines[1].stop()
+        await eventually(lambda: not second.up)
+        answer = await stack.chat("x")
+        assert answer.status_code in (200, 503), "not 404: it comes back"
 
 
 async def test_bodies_above_the_limit_are_413(start: Any) -> None:
@@ -102,7 +115,7 @@ async def test_fields_that_steer_the_kv_connector_are_removed(start: Any) -> Non
             "x", kv_transfer_params=steering, vllm_xargs={"kv_source": "evil", "other": 1}, top_k=3
         )
         seen = json.loads(stack.requests()[-1].body)
-        assert "kv_transfer_params" not in seen
+        assert not {"kv_transfer_params", "ec_transfer_params"} & set(seen)
         assert seen["vllm_xargs"] == {"other": 1}
         assert seen["top_k"] == 3
         escaped = (

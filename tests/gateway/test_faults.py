@@ -79,7 +79,9 @@ async def test_all_engines_failing_gives_an_openai_error(start: Any) -> None:
             engine.set_faults(fail_next=10)
         answer = await stack.chat("x")
         assert answer.status_code == 502
-        assert answer.json()["error"]["code"] == "upstream_failed"
+        error = answer.json()["error"]
+        assert error["code"] == "upstream_failed"
+        assert "127.0.0.1" not in error["message"]
         assert answer.headers["retry-after"]
 
 
@@ -164,6 +166,31 @@ async def test_client_gone_aborts_the_engine(start: Any) -> None:
         gone = await stack.metric("hotprefix_requests_ended_total", outcome="client_gone")
         assert gone == 2
         assert await conserved(stack)
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(start: Any) -> None:
+    limits = {"write_s": 0.3}
+    async with start(
+        1, engine={"output_tokens": 60_000, "max_model_len": 100_000, "num_blocks": 8000}, limits=limits
+    ) as stack:
+        host, port = stack.url.removeprefix("http://").split(":")
+        body = json.dumps({"model": "sim", "prompt": "x", "max_tokens": 60_000, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        await reader.readuntil(b"data: ")
+        await eventually(lambda: not idle(stack))
+        await eventually(lambda: idle(stack), deadline=20, what="its lease is given back")
+        writer.close()
+        assert await stack.metric("hotprefix_requests_ended_total", outcome="client_gone") == 1
+        assert await stack.metric("hotprefix_attempts_failed_total") == 0
+
+
+async def test_several_answers_are_not_judged(start: Any) -> None:
+    async with start(1) as stack:
+        await stack.chat(LONG, n=2)
+        assert await stack.metric("hotprefix_predictions_total", cause="several") == 1
 
 
 async def test_malformed_sse_is_passed_on_without_harm(start: Any) -> None:

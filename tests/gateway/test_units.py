@@ -1,17 +1,20 @@
 """The gateway's pure parts, without sockets."""
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import config
+from gateway.health import was_refused
 from gateway.interrupt import Interrupt, Interrupted
-from gateway.openai import ApiError, Edits, edit, parse
+from gateway.openai import ApiError, CompletionRequest, Edits, edit, parse
 from gateway.prediction import Prediction, cacheable, judge
 from gateway.retry import BURST, RetryBudget
 from gateway.stream import MAX_EVENT_BYTES, BrokenStream, Relay, clean_answer, read_usage
@@ -69,7 +72,23 @@ def test_answers_lose_only_what_clients_may_not_see() -> None:
     }
     plain = b'{"id": "a", "kv_transfer_params": null}'
     assert clean_answer(plain, private=True) is plain
-    assert clean_answer(b"not json kv_transfer_params", private=True) == b"not json kv_transfer_params"
+    assert clean_answer(b"not json kv_transfer_params", private=False) == b"not json kv_transfer_params"
+    ec = b'{"ec_transfer_params": {"x": 1}, "a": 1}'
+    assert json.loads(clean_answer(ec, private=False)) == {"a": 1}
+    for hidden in (b'{"usage": {"prompt_tokens_details": ', b'{"usage": 3, "prompt_tokens_details": 1}'):
+        with pytest.raises(BrokenStream):
+            clean_answer(hidden, private=True)
+
+
+def test_what_cannot_be_read_is_not_shown_to_those_who_may_not_see_it() -> None:
+    odd = (
+        b'data: {"choices":[],"usage":{"prompt_tokens":null,"prompt_tokens_details":{"cached_tokens":9}}}\n\n'
+    )
+    assert relayed([odd], strip=False, private=True)[0] == b""
+    assert relayed([odd], strip=False, private=False)[0] == odd
+
+
+def test_answers_without_usage() -> None:
     assert read_usage(b"not json") is None
 
 
@@ -96,6 +115,25 @@ def test_edits_touch_nothing_else(body: dict[str, object], usage: bool, salted: 
     if usage:
         expected["stream_options"] = {"include_usage": True}
     assert out == json.loads(json.dumps(expected))
+
+
+def test_edit_reads_the_whole_body() -> None:
+    with pytest.raises(ApiError, match="not valid JSON"):
+        edit(b'{"messages":[],"a\xff":1}', Edits())
+    asked = edit(b'{"stream_options":{"continuous_usage_stats":true}}', Edits(include_usage=True))
+    assert json.loads(asked) == {"stream_options": {"include_usage": True}}
+
+
+def test_what_engines_take_is_taken() -> None:
+    lax = parse("chat", b'{"messages":[],"max_tokens":16.0,"stream":1,"n":"2"}')
+    assert (lax.max_tokens, lax.stream, lax.n) == (16, True, 2)
+    for text in ("null", "true", "12", "1.5"):
+        request = parse("completions", json.dumps({"prompt": text}).encode())
+        assert isinstance(request, CompletionRequest)
+        assert request.prompt == text
+    with pytest.raises(ApiError, match="At most 1024 prompts"):
+        parse("completions", json.dumps({"prompt": [[1]] * 1025}).encode())
+    parse("completions", json.dumps({"prompt": [1] * 5000}).encode())
 
 
 def test_edit_without_changes_returns_the_same_bytes() -> None:
@@ -136,8 +174,8 @@ def test_what_an_engine_can_count_as_cached(reach: int, tokens: int, block: int,
         (Prediction(0, 64, 16), 80, False, "pending"),
         (Prediction(0, 64, 16), 96, False, "under"),
         (Prediction(64, 64, 16), None, False, "unreported"),
-        (Prediction(64, 64, 16, readable=False), 0, False, "unread"),
-        (Prediction(64, 64, 16, prompts=2), 0, False, "several"),
+        (Prediction(64, 64, 16, "unread"), 0, False, "unread"),
+        (Prediction(64, 64, 16, "several"), 0, False, "several"),
     ],
 )
 def test_what_a_difference_means(
@@ -195,6 +233,16 @@ async def test_a_real_cancellation_stays_one() -> None:
         await task
 
 
+def test_only_a_refusal_is_a_refusal() -> None:
+    def failed(cause: OSError) -> httpx.ConnectError:
+        error = httpx.ConnectError("no")
+        error.__cause__ = cause
+        return error
+
+    assert was_refused(failed(ConnectionRefusedError()))
+    assert not was_refused(failed(OSError(errno.EMFILE, "Too many open files")))
+
+
 def fleet(count: int = 2) -> tuple[Workers, list[str], list[str]]:
     ups: list[str] = []
     downs: list[str] = []
@@ -228,6 +276,31 @@ def test_a_worker_goes_down_after_failures_or_one_refusal_and_comes_back() -> No
     workers.failed(worker, "refused", refused=True)
     assert downs == ["w0", "w0"]
     assert ups == ["w0", "w0"]
+
+
+def test_an_unknown_start_time_means_nothing() -> None:
+    workers, ups, downs = fleet()
+    worker = workers.get("w0")
+    workers.passed(worker, SERVED)
+    workers.passed(worker, msgspec.structs.replace(SERVED, started=0.0))
+    workers.passed(worker, SERVED)
+    assert (ups, downs) == (["w0"], [])
+
+
+def test_a_slow_check_does_not_end_streams_that_flow() -> None:
+    workers, _, downs = fleet()
+    worker = workers.get("w0")
+    workers.passed(worker, SERVED)
+    ended: list[str] = []
+    waiting = workers.lease("w0", 10, lambda: ended.append("waiting"))
+    flowing = workers.lease("w0", 10, lambda: ended.append("flowing"))
+    flowing.first_byte()
+    workers.failed(worker, "refused", refused=True)
+    assert (downs, ended) == (["w0"], ["waiting"])
+    waiting.release()
+    workers.passed(worker, SERVED)
+    workers.passed(worker, msgspec.structs.replace(SERVED, started=2.0))
+    assert ended == ["waiting", "flowing"], "the engine is another one now"
 
 
 def test_another_start_time_is_another_life() -> None:
