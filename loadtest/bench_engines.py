@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--scenario", choices=["conversations"], default="conversations")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--runs", type=int, default=5, help="how often each arm is run, interleaved")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further run after so long")
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight at once")
@@ -81,7 +82,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             )
         fleet.wait_healthy(say=say_error)
         asyncio.run(_warm_up(fleet))
+        until = time.monotonic() + 60 * options.minutes
         for number in range(options.runs):
+            if number and time.monotonic() > until:
+                say_error(f"no time for more than {number} runs")
+                break
             texts = conversations(
                 options.conversations,
                 options.turns,
@@ -91,8 +96,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             )
             for position in range(len(ARMS)):
                 arm = ARMS[(position + number) % len(ARMS)]
-                done[arm].append(_arm(fleet, arm, texts, options, number))
-                say_error(f"run {number + 1} of {options.runs}: {arm} done")
+                turns = _arm(fleet, arm, texts, options, number)
+                done[arm].append(turns)
+                ttft, share = statistics.mean(_later(turns)), _share(turns)
+                say_error(f"run {number + 1}: {arm}, TTFT {ttft:.2f} s, cached {share:.3f} of the ideal")
     return _report(done, options)
 
 
@@ -252,4 +259,4 @@ def _report(done: dict[str, list[list[Turn]]], options: argparse.Namespace) -> d
         claim("conversations.ttft_ratio", statistics.median(ratios), "<=", 0.5),
         claim("conversations.prediction", statistics.mean(predictions), ">=", 0.99),
     ]
-    return report(claims, figures, options.runs)
+    return report(claims, figures, len(ratios))
