@@ -31,6 +31,7 @@ from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import AnyRequest, ApiError, ChatRequest, CompletionRequest, Edits, Endpoint, edit, parse
 from gateway.prediction import Apart
 from gateway.route import Query
+from gateway.stream import error_event
 from gateway.tenants import Tenant, Tenants
 from gateway.tokens import Prompt, Tokenizers
 from gateway.workers import Workers
@@ -86,6 +87,9 @@ class Proxied:
             await send_error(send, error, scope[REQUEST_ID])
         except Interrupted:
             outcome = "client_gone"
+        except asyncio.CancelledError:  # the grace of a stop is over
+            outcome = "stopped"
+            await reply.stop(scope[REQUEST_ID])
         except Exception as error:  # counted as crashed; the message may quote a prompt, so it is not shown
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s crashed: %s\n%s", scope[REQUEST_ID], type(error).__name__, where)
@@ -108,8 +112,6 @@ class Proxied:
         for prompt in prompts:
             if prompt.kind != "tokens":
                 self._metrics.inexact(prompt.reason)
-        if limit and any(prompt.count > limit for prompt in prompts):
-            prompts = []  # the engine refuses it; its keys would only cost time
         salt = self._tenants.salt(tenant, request.cache_salt)
         ours = request.stream is True and not request.wants_usage
         edits = Edits(
@@ -136,10 +138,12 @@ class Proxied:
         return shown == "never" or (shown == "auto" and self._tenants.several)
 
     def _model(self, model: str | None) -> tuple[str, int | None]:
-        """The base model and context length behind an id. Raises ApiError 404, or 503 without workers."""
+        """The base model and longest context behind an id. Raises ApiError 404, or 503 without workers."""
         workers = self._workers.serving(model)
         if workers and workers[0].served is not None:
-            return workers[0].served.base, workers[0].served.max_model_len
+            lengths = [worker.served.max_model_len for worker in workers if worker.served]
+            known_lengths = [length for length in lengths if length is not None]
+            return workers[0].served.base, max(known_lengths) if len(known_lengths) == len(lengths) else None
         known = sorted(str(entry.get("id")) for entry in self._workers.models())
         if model is not None and known and not self._workers.known(model):
             raise ApiError(
@@ -198,9 +202,10 @@ class _Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self._streams = False
 
     async def start(self, status: int, headers: Mapping[str, str], *, length: int | None) -> None:
-        self.started = True
+        self.started, self._streams = True, length is None
         head = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         if length is not None:
             head.append((b"content-length", str(length).encode()))
@@ -210,6 +215,14 @@ class _Reply:
 
     async def write(self, data: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def stop(self, request_id: str) -> None:
+        """End an answer that the gateway's own end cuts short."""
+        error = ApiError(503, "The gateway is stopping.", kind="server_error", code="stopping", retry_after=1)
+        if self._streams:
+            await self.write(error_event(error.body()), more=False)
+        elif not self.started:
+            await send_error(self._send, error, request_id)
 
 
 def build_app(parts: Parts) -> App:
@@ -250,7 +263,7 @@ def build_app(parts: Parts) -> App:
 
 def openai_app() -> FastAPI:
     """A FastAPI application whose own errors are in OpenAI's form."""
-    app = FastAPI(title="hotprefix", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="hotprefix", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

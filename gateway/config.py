@@ -95,7 +95,8 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Gateway(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Everything. ``policy`` is a name of the table in ``policies.routing`` with its parameters,
     ``{name: prefix, max_imbalance_tokens: 4096}``. ``secret_file`` holds the deployment's secret;
-    without one, a fresh secret lasts as long as the process."""
+    without one, a fresh secret lasts as long as the process. ``grace_s``: how long requests in flight
+    may go on after a stop was asked for."""
 
     listen: Listen = msgspec.field(default_factory=Listen)
     admin: Listen = msgspec.field(default_factory=lambda: Listen(port=8001))
@@ -106,6 +107,7 @@ class Gateway(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     hit_headers: Literal["auto", "always", "never"] = "auto"
     session_header: str = "x-session-id"
     seed: int = 0
+    grace_s: Seconds = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     health: Health = msgspec.field(default_factory=Health)
     limits: Limits = msgspec.field(default_factory=Limits)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import config
 from gateway.openai import ApiError
@@ -22,6 +22,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_ID = "hotprefix.request_id"
 TENANT = "hotprefix.tenant"
 HEADERS = "hotprefix.headers"
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 REQUEST_IDS = re.compile(r"[A-Za-z0-9_-]{1,128}")
 """What a client may name its request. Engines take meaning out of richer ids (addresses of peers)."""
 
@@ -39,12 +40,22 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._running is not None and not self._running.response_complete:
+            # The server tells only the newest of pipelined requests that the client is gone.
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
         self._stop_timer()
         self._stop_patience()
         super().connection_lost(exc)
@@ -54,6 +65,7 @@ class Protocol(HttpToolsProtocol):
             self._start_timer()
         if self._timer is not None:
             self._head_bytes += len(data)
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._timer is not None and self._head_bytes > self._limits.header_bytes:
             self._refuse(ApiError(431, f"More than {self._limits.header_bytes} bytes of headers."))
@@ -114,6 +126,16 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def _without_upgrade(data: bytes) -> bytes:
+    """A head whose ``Upgrade`` header has another name: nothing is upgraded here, and the parser would
+    leave the body of such a request unread (Java's client sends one with every cleartext request)."""
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    if b"upgrade" not in head.lower():
+        return data
+    return UPGRADE.sub(b"\r\nx-unused:", head) + data[len(head) :]
+
+
 class Guard:
     """Stands before every route: checks the head, names the request, and asks for a key on every
     path that is not in ``open_paths``; with ``admin`` only an admin's key will do."""
@@ -148,8 +170,11 @@ class Guard:
             )
         for name, value in raw:
             headers[name.decode("latin-1")] = value.decode("latin-1")
-        if sum(name == b"host" for name, _ in raw) != 1:
-            raise ApiError(400, "A request needs exactly one Host header.")
+        names = [name for name, _ in raw]
+        if names.count(b"host") != 1 or names.count(b"authorization") > 1:
+            raise ApiError(400, "A request needs one Host header and at most one Authorization header.")
+        if headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise ApiError(400, "No transfer encoding but `chunked` is read here.")
         given = headers.get("x-request-id", "")
         if REQUEST_IDS.fullmatch(given):
             scope[REQUEST_ID] = given

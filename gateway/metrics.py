@@ -11,7 +11,7 @@ from gateway.stream import Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-OUTCOMES = ("ok", "client_error", "refused", "failed", "broken_stream", "client_gone", "crashed")
+OUTCOMES = ("ok", "client_error", "refused", "failed", "broken_stream", "client_gone", "stopped", "crashed")
 
 Labelled = Mapping[tuple[str, ...], float]
 """Values by the tuple of their labels' values."""

@@ -4,6 +4,7 @@ The original body bytes are kept and forwarded. Only the fields named in ``Edits
 touched, and each other field's value keeps its exact bytes. This file knows no worker and no index.
 """
 
+import gc
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,8 +16,8 @@ KV_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """Top-level fields that steer an engine's KV (and encoder cache) connector: removed unless the client
 is an admin."""
 
-MAX_PROMPTS = 1024
-"""Prompts in one completions request."""
+MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 1024, 16_384, 4096
+"""Prompts, messages, and tools or documents in one request."""
 
 _KV_WORDS = ("kv_", "kv-", "hotprefix", "lmcache", "remote_block", "remote_engine")
 
@@ -105,6 +106,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def parse(endpoint: Endpoint, body: bytes) -> AnyRequest:
     """Raises ApiError(400) for what no engine could serve, naming the field where there is one."""
+    gc.disable()  # it would walk through millions of small objects, for nothing, again and again
     try:
         request: AnyRequest = _decoders[endpoint].decode(body)
     except msgspec.ValidationError as error:
@@ -113,9 +115,23 @@ def parse(endpoint: Endpoint, body: bytes) -> AnyRequest:
         raise ApiError(400, text, param=where.rstrip("`") or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
+    finally:
+        gc.enable()
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
     if isinstance(request, CompletionRequest):
         _check_prompt(request)
     return request
+
+
+def _check_chat(request: ChatRequest) -> None:
+    for name, given, most in (
+        ("messages", request.messages, MAX_MESSAGES),
+        ("tools", request.tools, MAX_TOOLS),
+        ("documents", request.documents, MAX_TOOLS),
+    ):
+        if given is not None and len(given) > most:
+            raise ApiError(400, f"At most {most} {name} in one request.", param=name)
 
 
 def _check_prompt(request: CompletionRequest) -> None:

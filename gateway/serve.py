@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import json
 import logging
 import random
@@ -34,9 +35,6 @@ from gateway.workers import Worker, Workers
 from policies.routing import build
 
 log = logging.getLogger("hotprefix.gateway")
-
-GRACE_S = 30
-"""How long requests in flight may go on after a stop was asked for."""
 
 
 class Gateway:
@@ -149,7 +147,11 @@ def run(settings: config.Gateway) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), stream=sys.stderr, format="%(levelname)s %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if not settings.workers:
+        log.warning("no workers are configured: every request will be answered 503")
+    gc.freeze()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files for each request in flight
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -164,6 +166,7 @@ async def _until_signal(gateway: Gateway) -> None:
 
     def ready(url: str, admin: str) -> None:
         print(json.dumps({"url": url, "admin": admin}), flush=True)
+        log.info("serving on %s, for operators on %s", url, admin)
 
     await serve(gateway, ready, stop)
 
@@ -210,6 +213,6 @@ def _server(app: App, settings: config.Gateway) -> _Server:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=cast(Any, settings.grace_s),  # typed int, used as seconds of any kind
         )
     )

@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -23,7 +24,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tenant: str
+    tenant: Annotated[str, msgspec.Meta(min_length=1)]
     sha256: str
     admin: bool = False
 

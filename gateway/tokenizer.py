@@ -174,6 +174,7 @@ def load(root: str, rendering: Rendering, clock: Callable[[], float], memory: Me
     # Our pool is the parallelism. tokenizers' own would hand each text to one more thread (100 us of
     # CPU a request) and take every core for a long list. It reads this at each call.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch is no news
     from transformers import AutoTokenizer  # noqa: PLC0415  (2 s of imports: in the loading thread)
 
     folder = Path(root)

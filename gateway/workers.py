@@ -113,11 +113,13 @@ class Workers:
         return any(w.served is not None and model in w.served.names for w in self._by_name.values())
 
     def models(self) -> list[Mapping[str, Any]]:
-        """The merged ``/v1/models`` of all workers that are up, each id once, in their words."""
+        """The merged ``/v1/models`` of all workers that are up, each id once, in their words but for
+        ``root``, a path on the engine's machine."""
         entries: dict[str, Mapping[str, Any]] = {}
         for worker in self.serving(None):
             for entry in worker.served.entries if worker.served else ():
-                entries.setdefault(str(entry.get("id")), entry)
+                shown = {name: value for name, value in entry.items() if name != "root"}
+                entries.setdefault(str(entry.get("id")), shown)
         return list(entries.values())
 
     def lease(self, name: str, queued_tokens: int, interrupt: Callable[[], None]) -> Lease:

@@ -43,6 +43,8 @@ def make_key(arguments: Sequence[str]) -> int:
     parser.add_argument("tenant", metavar="TENANT", help="whose key it is")
     parser.add_argument("--admin", action="store_true", help="may use the admin listener and steer KV")
     options = parser.parse_args(arguments)
+    if not options.tenant.strip():
+        parser.error("a tenant needs a name")
     key, entry = new_key(options.tenant, admin=options.admin)
     print(f"# add under `keys:` in the keys file\n- {msgspec.json.encode(entry).decode()}", file=sys.stderr)
     print(key)

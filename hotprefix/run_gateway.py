@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gateway import serve
 from hotprefix import settings
-from hotprefix.errors import CommandError, UserError
+from hotprefix.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         serve.run(loaded.config)
     except OSError as error:
-        raise CommandError(f"the gateway cannot start: {error}") from error
+        raise UserError(f"the gateway cannot start: {error.strerror or error}") from error
     except ValueError as error:
         raise UserError(f"the gateway cannot start: {error}") from error
     return 0

@@ -110,7 +110,7 @@ def _arm(
     gateway = LocalGateway(fleet.engines, fleet.folder, find_home().logs, config=config)
     try:
         gateway.wait_ready()
-        return asyncio.run(_Arm(fleet, gateway.url, arm, texts, options).run(number))
+        return asyncio.run(_Arm(fleet, gateway, arm, texts, options.concurrency).run(options.turns, number))
     finally:
         gateway.stop()
 
@@ -119,17 +119,17 @@ class _Arm:
     """One pass over all conversations through one gateway, from cold caches."""
 
     def __init__(
-        self, fleet: Fleet, url: str, arm: str, texts: list[Conversation], options: argparse.Namespace
+        self, fleet: Fleet, gateway: LocalGateway, arm: str, texts: list[Conversation], concurrency: int
     ) -> None:
-        self._fleet, self._url, self._arm, self._texts = fleet, url, arm, texts
-        self._options = options
+        self._fleet, self._url, self._admin_url = fleet, gateway.url, gateway.admin_url
+        self._arm, self._texts, self._concurrency = arm, texts, concurrency
         self._history: list[list[dict[str, str]]] = [
             [{"role": "system", "content": text.document}] for text in texts
         ]
         self._computed: list[list[int]] = []
         self._turns: list[Turn] = []
 
-    async def run(self, number: int) -> list[Turn]:
+    async def run(self, turns: int, number: int) -> list[Turn]:
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for engine in self._fleet.engines:
@@ -137,11 +137,23 @@ class _Arm:
                     answer.raise_for_status()
                     if (await answer.json()) not in ({"success": True}, None):
                         raise RuntimeError(f"{engine.name} did not empty its cache")
-            gate = asyncio.Semaphore(self._options.concurrency)
-            for turn in range(self._options.turns):
+            await self._know_it(session)
+            gate = asyncio.Semaphore(self._concurrency)
+            for turn in range(turns):
                 order = shuffled(len(self._texts), turn, number)
                 await asyncio.gather(*(self._ask(session, gate, one, turn) for one in order))
         return self._turns
+
+    async def _know_it(self, session: aiohttp.ClientSession) -> None:
+        """Wait until the gateway has heard that the caches are empty: it fetches the engines' history at
+        its start, in which the same texts were held."""
+        for _ in range(600):
+            async with session.get(self._admin_url + "/v1/workers") as answer:
+                workers = (await answer.json())["workers"]
+            if all(w["events"]["trust"] == "exact" and not w["events"]["blocks"] for w in workers):
+                return
+            await asyncio.sleep(0.1)
+        raise RuntimeError("the gateway did not learn within a minute that the caches are empty")
 
     async def _ask(
         self, session: aiohttp.ClientSession, gate: asyncio.Semaphore, one: int, turn: int

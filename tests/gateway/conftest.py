@@ -26,6 +26,7 @@ class Stack:
     def __init__(self, engines: list[SimEngine], gateway: Gateway, url: str, admin_url: str) -> None:
         self.engines, self.gateway = engines, gateway
         self.url, self.admin_url = url, admin_url
+        self.stop = asyncio.Event()
         self.client = httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
 
     def engine(self, name: str) -> SimEngine:
@@ -106,6 +107,7 @@ def start(tiny_model: Path) -> Start:
             if serving.done():
                 serving.result()
             stack = Stack(engines, gateway, *urls)
+            stack.stop = stop
             try:
                 if ready:
                     await eventually(lambda: len(gateway.workers.serving(None)) == count)

@@ -149,6 +149,44 @@ async def test_credentials_and_hop_headers_never_reach_the_engine(start: Any) ->
         assert "traceparent" in seen
 
 
+async def test_an_upgrade_is_ignored_and_the_body_read(start: Any) -> None:
+    async with start(1) as stack:
+        for kind in ("h2c", "websocket"):
+            answer = await stack.client.post(
+                "/v1/completions",
+                json={"model": "sim", "prompt": "x", "max_tokens": 2},
+                headers={
+                    "connection": "Upgrade, HTTP2-Settings",
+                    "upgrade": kind,
+                    "http2-settings": "AAMAAABk",
+                },
+            )
+            assert answer.status_code == 200, answer.text
+
+
+async def test_no_redirects_to_wherever_the_client_says(start: Any) -> None:
+    async with start(1, events=False) as stack:
+        answer = await stack.client.get("/v1/models/", headers={"host": "evil"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{}] * 20_000}),
+        ("/v1/chat/completions", {"messages": [], "tools": [{}] * 5000}),
+        ("/v1/chat/completions", {"messages": [], "documents": [{}] * 5000}),
+        ("/v1/completions", {"prompt": [[1]] * 2000}),
+    ],
+)
+async def test_counts_are_bounded(start: Any, path: str, body: dict[str, Any]) -> None:
+    async with start(1, events=False) as stack:
+        answer = await stack.client.post(path, json={"model": "sim", **body})
+        assert answer.status_code == 400
+        assert "At most" in answer.json()["error"]["message"]
+
+
 RAW: list[tuple[str, bytes, int]] = [
     ("garbage", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
     ("two hosts", b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
@@ -156,6 +194,8 @@ RAW: list[tuple[str, bytes, int]] = [
     ("length and chunked", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
      b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
     ("two lengths", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+    ("two keys", b"GET /health HTTP/1.1\r\nHost: a\r\nAuthorization: a\r\nAuthorization: b\r\n\r\n", 400),
+    ("gzipped", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
     ("many headers", b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(300)) + b"\r\n", 431),
     ("long header", b"GET /health HTTP/1.1\r\nHost: a\r\nx: " + b"y" * 100_000 + b"\r\n\r\n", 431),
     ("endless header", b"GET /health HTTP/1.1\r\nHost: a\r\nx: " + b"y" * 100_000, 431),

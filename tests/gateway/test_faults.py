@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from gateway import config
+from gateway.http import Protocol
 from loadtest.harness import eventually
 
 LONG = "The river bends twice before the mill, and the old road follows it as far as the bridge. " * 12
@@ -168,29 +171,57 @@ async def test_client_gone_aborts_the_engine(start: Any) -> None:
         assert await conserved(stack)
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(start: Any) -> None:
-    limits = {"write_s": 0.3}
-    async with start(
-        1, engine={"output_tokens": 60_000, "max_model_len": 100_000, "num_blocks": 8000}, limits=limits
-    ) as stack:
-        host, port = stack.url.removeprefix("http://").split(":")
-        body = json.dumps({"model": "sim", "prompt": "x", "max_tokens": 60_000, "stream": True}).encode()
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        await reader.readuntil(b"data: ")
-        await eventually(lambda: not idle(stack))
-        await eventually(lambda: idle(stack), deadline=20, what="its lease is given back")
-        writer.close()
-        assert await stack.metric("hotprefix_requests_ended_total", outcome="client_gone") == 1
-        assert await stack.metric("hotprefix_attempts_failed_total") == 0
+async def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    cut: list[str] = []
+    protocol = Protocol.__new__(Protocol)  # only the parts that decide this
+    protocol.loop, protocol._limits = asyncio.get_running_loop(), config.Limits(write_s=0.01)
+    protocol._patience, protocol.flow = None, SimpleNamespace(pause_writing=int, resume_writing=int)
+    protocol.transport = SimpleNamespace(abort=lambda: cut.append("cut"))
+    protocol.pause_writing()
+    protocol.resume_writing()
+    assert protocol._patience is None
+    protocol.pause_writing()
+    await eventually(lambda: cut)
 
 
 async def test_several_answers_are_not_judged(start: Any) -> None:
     async with start(1) as stack:
         await stack.chat(LONG, n=2)
         assert await stack.metric("hotprefix_predictions_total", cause="several") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_pipelining_does_not_hide_that_a_client_left(start: Any, stream: bool) -> None:
+    async with start(1) as stack:
+        stack.engines[0].set_faults(hang_after=1 if stream else None, hang=not stream)
+        host, port = stack.url.removeprefix("http://").split(":")
+        body = json.dumps({"model": "sim", "prompt": "x", "max_tokens": 8, "stream": stream}).encode()
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        await eventually(lambda: stack.requests() and not idle(stack))
+        writer.close()
+        await eventually(lambda: idle(stack))
+        assert await stack.metric("hotprefix_requests_ended_total", outcome="client_gone") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_ends_what_outlives_its_grace(start: Any, stream: bool) -> None:
+    async with start(1, grace_s=0.2) as stack:
+        stack.engines[0].set_faults(hang_after=1 if stream else None, hang=not stream)
+        asking = asyncio.create_task(stack.chat("x", stream=stream))
+        await eventually(lambda: stack.requests() and not idle(stack))
+        stack.stop.set()
+        answer = await asyncio.wait_for(asking, 10)
+        if stream:
+            assert json.loads(answer.text.strip().splitlines()[-1][6:])["error"]["code"] == "stopping"
+        else:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "stopping"
+        await eventually(lambda: idle(stack))
+        assert await stack.metric("hotprefix_requests_ended_total", outcome="stopped") == 1
 
 
 async def test_malformed_sse_is_passed_on_without_harm(start: Any) -> None:
