@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from hotprefix.engine_env import ensure_engine
-from hotprefix.engines import EngineSpec, Fleet, allowed_cores, core_shares
+from hotprefix.engines import Engine, EngineSpec, Fleet, allowed_cores, core_shares
 from hotprefix.home import find_home
 from hotprefix.local_gateway import LocalGateway
 from hotprefix.model import DEFAULT_MODEL, ensure_model
@@ -137,6 +137,8 @@ class _Arm:
                     answer.raise_for_status()
                     if (await answer.json()) not in ({"success": True}, None):
                         raise RuntimeError(f"{engine.name} did not empty its cache")
+                # vLLM says so only with its next step; this prompt is shorter than a block.
+                await _complete(session, engine, "Hi", 1)
             await self._know_it(session)
             gate = asyncio.Semaphore(self._concurrency)
             for turn in range(turns):
@@ -145,8 +147,8 @@ class _Arm:
         return self._turns
 
     async def _know_it(self, session: aiohttp.ClientSession) -> None:
-        """Wait until the gateway has heard that the caches are empty: it fetches the engines' history at
-        its start, in which the same texts were held."""
+        """Wait until the gateway has heard that the caches are empty: in the history it fetched at its
+        start the same texts were held."""
         for _ in range(600):
             async with session.get(self._admin_url + "/v1/workers") as answer:
                 workers = (await answer.json())["workers"]
@@ -234,9 +236,13 @@ async def _warm_up(fleet: Fleet) -> None:
     async with aiohttp.ClientSession() as session:
         for engine in fleet.engines:
             for number in range(3):
-                body = {"model": SERVED, "prompt": f"{number} warm up " * 150, "max_tokens": 8}
-                async with session.post(engine.url + "/v1/completions", json=body) as answer:
-                    answer.raise_for_status()
+                await _complete(session, engine, f"{number} warm up " * 150, 8)
+
+
+async def _complete(session: aiohttp.ClientSession, engine: Engine, prompt: str, max_tokens: int) -> None:
+    body = {"model": SERVED, "prompt": prompt, "max_tokens": max_tokens}
+    async with session.post(engine.url + "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
 
 
 def _later(turns: list[Turn]) -> list[float]:
