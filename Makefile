@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 UP_FLAGS ?=
+FAST = $(BIN)/pytest -m 'not engines' -n auto
 
 .DEFAULT_GOAL := help
 .PHONY: help up setup test test-fast check clean
@@ -28,13 +29,13 @@ setup: $(STAMP) ## set up the engine and the model, start nothing
 test: $(STAMP) ## every test, those with two real engines too
 	@status=0; $(BIN)/hotprefix setup || status=$$?; \
 	case $$status in \
-		0) HOTPREFIX_REQUIRE_ENGINES=1 $(BIN)/pytest ;; \
-		3) $(BIN)/pytest ;; \
+		0) $(FAST) && HOTPREFIX_REQUIRE_ENGINES=1 $(BIN)/pytest -m engines ;; \
+		3) $(FAST) && $(BIN)/pytest -m engines ;; \
 		*) exit $$status ;; \
 	esac
 
 test-fast: $(STAMP) ## the tests that need no real engine
-	@$(BIN)/pytest -m 'not engines'
+	@$(FAST)
 
 check: $(STAMP) ## lint, format, types, and the house's rules
 	@$(BIN)/ruff check
