@@ -34,14 +34,14 @@ FLOORS: dict[str, dict[int, str]] = {
         "metrics interrupt segments",
     },
     "cacheindex": {
-        3: "hub server client source",
-        1: "table feed engine_events engine_state actions pending predicted trust",
+        3: "hub server client source engine_source node_source",
+        1: "table feed engine_events engine_state actions pending predicted trust node_feed node_state",
         0: "keys events",
     },
     "cachenode": {
-        3: "server peers publisher client connectors",
-        2: "store mover",
-        1: "record arena tier memory disk remote",
+        3: "server publisher client attachment unix_path admin serve connectors",
+        2: "store sessions coming metrics",
+        1: "record wire shared arena directory memory journal tier",
     },
     "policies": {0: "routing eviction admission"},
 }

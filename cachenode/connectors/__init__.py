@@ -1,0 +1,1 @@
+"""What runs inside an engine's process, and alone may know torch and vllm."""
