@@ -47,10 +47,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag="reserve", array_like=True):
-    """Space for the blocks from ``first`` on (counted from the prompt's start) that are not held yet.
+    """Space for those of a prompt's blocks that are not held yet.
 
-    ``keys``: 16 bytes a block, ``proofs``: 32 bytes a block. ``adapter``: digest of the adapter's files.
-    ``parent``: the key of the block before ``first``, b"" at the start of a prompt.
+    ``keys`` (16 bytes a block) and ``proofs`` (32 bytes a block) begin with block ``first`` of the prompt.
+    The first ``skip`` of them only say where in a chunk the wanted ones stand: a record is found by its
+    first block, so keys begin where the chunk of the first wanted block begins. ``adapter``: digest of the
+    adapter's files. ``parent``: the key of the block before ``first``, b"" at the start of a prompt.
     """
 
     id: int
@@ -59,6 +61,7 @@ class Reserve(msgspec.Struct, frozen=True, tag="reserve", array_like=True):
     proofs: bytes
     adapter: str = ""
     parent: bytes = b""
+    skip: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit", array_like=True):
@@ -77,13 +80,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease", array_like=True):
-    """The right to read the leading blocks of these that are held, from block ``first`` on."""
+    """The right to read the leading blocks of these that are held; fields as in ``Reserve``."""
 
     id: int
     first: int
     keys: bytes
     proofs: bytes
     adapter: str = ""
+    skip: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", array_like=True):
@@ -168,7 +172,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved", array_like=True):
-    """``grants`` in prompt order. ``admitted``: that many leading blocks of the request are held, being
+    """``grants`` in prompt order. ``admitted``: that many leading wanted blocks are held, being
     written by somebody, or granted; the rest did not fit (``why`` says so, "" where all did)."""
 
     id: int
@@ -179,7 +183,7 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved", array_like=True):
 
 
 class Leased(msgspec.Struct, frozen=True, tag="leased", array_like=True):
-    """``lease`` is 0 and ``pieces`` empty where nothing is held."""
+    """``blocks``: so many leading wanted blocks may be read. ``lease`` is 0 where that is none."""
 
     id: int
     boot: str

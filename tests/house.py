@@ -23,6 +23,7 @@ MAY_IMPORT = {
         "cacheindex.keys",
         "cacheindex.events",
         "cacheindex.client",
+        "policies.choice",
         "policies.eviction",
         "policies.admission",
     ),
@@ -40,10 +41,10 @@ FLOORS: dict[str, dict[int, str]] = {
     },
     "cachenode": {
         3: "server publisher client attachment unix_path admin serve connectors",
-        2: "store sessions coming metrics",
-        1: "record wire shared arena directory memory journal tier",
+        2: "store holdings sessions metrics",
+        1: "record wire shared arena directory records coming walk journal",
     },
-    "policies": {0: "routing eviction admission"},
+    "policies": {0: "choice routing eviction admission"},
 }
 """The first part of a module's name inside its package, by floor. A new module needs a place here."""
 
