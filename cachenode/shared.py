@@ -7,6 +7,7 @@ that maps them.
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 
 PAGE = mmap.PAGESIZE
 _FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x0010)
@@ -51,3 +52,8 @@ def touch(mapping: mmap.mmap) -> None:
     for start in range(0, len(mapping), _TOUCH_SLICE):
         length = min(_TOUCH_SLICE, len(mapping) - start)
         mapping.madvise(_POPULATE_WRITE, start, length)
+
+
+def close(descriptors: Iterable[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)

@@ -19,6 +19,9 @@ from cachenode.walk import Part, Walk, spans
 from cachenode.wire import Grant, Lease, Mode, Piece, Read, Reserve, Write
 from policies.eviction.base import Eviction
 
+_ORPHAN = "what comes before these blocks is not held"
+"""Nobody could find them."""
+
 
 class Figures(msgspec.Struct, frozen=True):
     """Bytes of the arena by what they are, in whole units, and how many records and blocks can be found.
@@ -113,6 +116,8 @@ class Store:
         ancestor = self._ancestor(walk.before)
         if ancestor >= 0:
             walk.protected.add(ancestor)
+        elif walk.before and self._coming.at(walk.before) is None:
+            walk.why = _ORPHAN
         grants: list[Grant] = []
         while walk.at < walk.total and not walk.why:
             found = self._directory.at(walk.places, ask.proofs, walk.at)
@@ -122,8 +127,10 @@ class Store:
             elif state == "other" or found.slot >= 0:
                 self._counters["conflicts"] += 1
                 walk.why = "another text has the same key"
-            elif state == "coming" or walk.at < ask.skip:
+            elif state == "coming":
                 walk.skip(1)
+            elif walk.at < ask.skip:
+                walk.why = _ORPHAN
             else:
                 self._grant(known, number, walk, grants)
         return grants, max(0, walk.at - ask.skip), walk.why
@@ -271,6 +278,12 @@ class Store:
         return spans(known.layout, found.passages, found.of, part)
 
     # ---- for operators ----
+
+    def open_reservations(self, session: str) -> int:
+        return len(self._sessions[session].reservations)
+
+    def open_leases(self, session: str) -> int:
+        return len(self._sessions[session].leases)
 
     def forget(self, session: str) -> int:
         """Drops all that is held in its layout, in slices of ``work``; how many records there are."""

@@ -101,6 +101,13 @@ class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     id: int
 
 
+class Quiet(msgspec.Struct, frozen=True, tag="quiet", array_like=True):
+    """As ``Hello.ended``, said later."""
+
+    id: int
+    ended: list[str]
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping", array_like=True):
     id: int
 
@@ -127,7 +134,7 @@ class Read(msgspec.Struct, frozen=True, tag="read", array_like=True):
     length: int
 
 
-Request = Hello | Reserve | Commit | Abort | Lease | Release | Forget | Ping | Write | Read
+Request = Hello | Reserve | Commit | Abort | Lease | Release | Forget | Quiet | Ping | Write | Read
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
