@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from cacheindex.keys import KEY_BYTES
+from cacheindex.keys import BLOCK_TOKENS, KEY_BYTES
 
 VERSION = 1
 MAX_BATCH_BYTES = 64 * 1024 * 1024
@@ -20,11 +20,13 @@ TIERS: tuple[Tier, ...] = ("gpu", "memory", "disk", "remote")
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
-    """The source can serve these keys now. Said after the bytes can be read."""
+    """The source can serve these keys now. Said after the bytes can be read. ``stride``: tokens of a
+    block of this layout, a multiple of 16; the keys are those of whole blocks."""
 
     tier: Tier
     layout: str
     keys: bytes
+    stride: int = BLOCK_TOKENS
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed", array_like=True):
@@ -33,6 +35,7 @@ class Removed(msgspec.Struct, frozen=True, tag="removed", array_like=True):
     tier: Tier
     layout: str
     keys: bytes
+    stride: int = BLOCK_TOKENS
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):
@@ -40,6 +43,7 @@ class Cleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):
 
     tier: Tier
     layout: str
+    stride: int = BLOCK_TOKENS
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):

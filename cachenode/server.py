@@ -58,7 +58,8 @@ class _Connection:
 
 class Server:
     """Listens from the start (raises what ``unix_path.listen`` raises). ``ticked`` is called by the
-    owner thread after every turn, with the time: there events go out."""
+    owner thread after every turn, with the time: there events go out. It says whether there
+    is more to do at once."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Server:
         *,
         node: str,
         boot: str,
-        ticked: Callable[[float], None] = lambda _now: None,
+        ticked: Callable[[float], bool] = lambda _now: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path, self._store, self._memory = path, store, memory
@@ -92,8 +93,12 @@ class Server:
         self._by_peer: dict[Peer, _Connection] = {}
         self._processes: dict[int, int] = {}
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._stopping = False
+        self._stopping = self._more = False
         self._ticked_at = float("-inf")
+
+    def wake_on(self, descriptor: int) -> None:
+        """Take a turn when this is readable; ``ticked`` reads from it."""
+        self._selector.register(descriptor, selectors.EVENT_READ, None)
 
     # ---- from any thread ----
 
@@ -123,7 +128,7 @@ class Server:
 
     def step(self, timeout_s: float) -> None:
         """One turn: waits for at most so long, does a bounded share of what there is."""
-        busy = self._store.work() or any(one.waiting for one in self._connections.values())
+        busy = self._store.work() or self._more or any(c.waiting for c in self._connections.values())
         for key, events in self._selector.select(0.0 if busy or self._calls else timeout_s):
             self._ready(key, events)
         for connection in list(self._connections.values()):
@@ -137,7 +142,7 @@ class Server:
         if now - self._ticked_at >= TICK_S:
             self._ticked_at = now
             self._cut_silent(now)
-        self._ticked(now)
+        self._more = self._ticked(now)
         self.turns += 1
         self.last_turn = now
 

@@ -315,6 +315,11 @@ class Store:
         two of them."""
         return self._holdings.held()
 
+    @property
+    def used_bytes(self) -> int:
+        """Of all that is not free."""
+        return self._space.total_bytes - self._space.free_bytes
+
     def figures(self) -> Figures:
         kept, live = self._holdings.records.held, [one for one in self._sessions.values() if not one.lost]
         return Figures(

@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command("hotprefix.up:main", "start engines and a gateway on this machine, stop them on Ctrl-C"),
     "gateway": Command("hotprefix.run_gateway:main", "start a gateway before engines that already run"),
+    "node": Command("hotprefix.run_node:main", "start this machine's cache node"),
     "config show": Command(
         "hotprefix.settings:show", "print the merged configuration and where each value is from"
     ),
@@ -34,8 +35,10 @@ COMMANDS = {
     "keys new": Command("hotprefix.commands:make_key", "make an API key for a tenant"),
     "sim": Command("loadtest.simengine:main", "start a simulated engine"),
     "setup": Command("hotprefix.commands:setup", "set up the real engine and its model, start nothing"),
+    "peers lmcache": Command("loadtest.peers:main", "set up LMCache, which benchmarks compare with"),
     "bench gateway": Command("loadtest.bench_gateway:main", "measure the gateway against simulated engines"),
-    "bench engines": Command("loadtest.bench_engines:main", "measure routing on two real engines"),
+    "bench engines": Command("loadtest.bench_engines:main", "measure routing, or the node, on real engines"),
+    "bench node": Command("loadtest.bench_node:main", "measure a cache node without engines"),
     "version": Command("hotprefix.commands:version", "print the version"),
 }
 

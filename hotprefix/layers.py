@@ -12,9 +12,12 @@ from hotprefix.schema import PREFIX, Leaf, nearest
 
 MAX_FILE_BYTES = 1_048_576
 
+NODE_PREFIX = f"{PREFIX}NODE_"
+
 OTHER_VARIABLES = (
     "HOTPREFIX_CONFIG",
     "HOTPREFIX_HOME",
+    "HOTPREFIX_NODE_CONFIG",
     "HOTPREFIX_REQUIRE_ENGINES",
     "HOTPREFIX_TEST_ENGINE_URL",
     "HOTPREFIX_TORCH_INDEX",
@@ -94,15 +97,17 @@ def from_file(path: str, known: Mapping[str, Leaf]) -> Layer:
     return layer
 
 
-def from_environ(environ: Mapping[str, str], known: Mapping[str, Leaf]) -> Layer:
-    """What ``HOTPREFIX_…`` variables give; those that are neither keys nor ``OTHER_VARIABLES`` are
-    problems, since a misspelt one would otherwise be ignored silently."""
+def from_environ(environ: Mapping[str, str], known: Mapping[str, Leaf], begins: str = PREFIX) -> Layer:
+    """What variables that begin so give; those that are neither keys nor ``OTHER_VARIABLES`` are
+    problems, since a misspelt one would otherwise be ignored silently. A node's are nobody else's."""
     layer = Layer()
     variables = {leaf.variable: leaf for leaf in known.values()}
     for name in sorted(environ):
         if leaf := variables.get(name):
             _take(layer, leaf, environ[name], name)
-        elif name.startswith(PREFIX) and name not in OTHER_VARIABLES:
+        elif not name.startswith(begins) or name in OTHER_VARIABLES:
+            continue
+        elif begins == NODE_PREFIX or not name.startswith(NODE_PREFIX):
             hint = nearest(name, [*variables, *OTHER_VARIABLES], PREFIX)
             layer.problems.append(f"{name}: is no variable of hotprefix{hint}")
     return layer

@@ -11,7 +11,8 @@ from hotprefix.errors import UserError
 def main(arguments: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM."""
     if "-h" in arguments or "--help" in arguments:
-        print(f"usage: hotprefix gateway [FLAGS]\n\nEach flag with its variable:\n{settings.usage()}", end="")
+        flags = settings.GATEWAY.usage()
+        print(f"usage: hotprefix gateway [FLAGS]\n\nEach flag with its variable:\n{flags}", end="")
         return 0
     loaded = settings.load(arguments, os.environ)
     try:

@@ -12,11 +12,13 @@ PREFIX = "HOTPREFIX_"
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """One value that can be set. ``type`` is its annotation, ``info`` the same as msgspec sees it."""
+    """One value that can be set. ``type`` is its annotation, ``info`` the same as msgspec sees it,
+    ``variables`` what its variable's name begins with."""
 
     key: str
     type: Any
     info: inspect.Type
+    variables: str = PREFIX
 
     @property
     def flag(self) -> str:
@@ -24,7 +26,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
     @property
     def variable(self) -> str:
-        return PREFIX + self.key.replace(".", "_").upper()
+        return self.variables + self.key.replace(".", "_").upper()
 
     @property
     def text(self) -> bool:
@@ -40,16 +42,16 @@ class Leaf(msgspec.Struct, frozen=True):
         return isinstance(self.info, inspect.ListType)
 
 
-def leaves(schema: type[msgspec.Struct], prefix: str = "") -> dict[str, Leaf]:
+def leaves(schema: type[msgspec.Struct], prefix: str = "", variables: str = PREFIX) -> dict[str, Leaf]:
     """Every leaf of ``schema`` by its dotted key, in the schema's order."""
     found: dict[str, Leaf] = {}
     hints = get_type_hints(schema, include_extras=True)
     for field in _fields(schema):
         key = prefix + field.encode_name
         if isinstance(field.type, inspect.StructType):
-            found |= leaves(field.type.cls, f"{key}.")
+            found |= leaves(field.type.cls, f"{key}.", variables)
         else:
-            found[key] = Leaf(key, hints[field.name], field.type)
+            found[key] = Leaf(key, hints[field.name], field.type, variables)
     return found
 
 

@@ -20,6 +20,10 @@ def worker(name: str = "a", url: str = "http://a:1", **more: Any) -> dict[str, A
     return {"name": name, "url": url, **more}
 
 
+def node(name: str = "n", endpoint: str = "ipc:///n", replay: str = "ipc:///r") -> dict[str, Any]:
+    return {"name": name, "events": {"endpoint": endpoint, "replay": replay}}
+
+
 def test_the_defaults_are_good() -> None:
     assert told() == []
 
@@ -32,6 +36,7 @@ GOOD: list[dict[str, Any]] = [
     {"workers": [worker(events={"endpoint": "tcp://10.0.0.1:5557", "replay": "tcp://10.0.0.1:5558"})]},
     {"workers": [worker(events={"endpoint": "tcp://127.0.0.1:5557", "bind": True})]},
     {"workers": [worker(events={"endpoint": "ipc:///run/a.sock", "bind": True})]},
+    {"nodes": [node(), node("m", "tcp://10.0.0.1:1", "tcp://10.0.0.1:2")], "workers": [worker(node="m")]},
     {"listen": {"host": "0.0.0.0"}, "keys_file": "keys.yaml"},
     {"listen": {"host": "localhost", "port": 0}, "admin": {"host": "::1", "port": 0}},
     {"seed": -5},
@@ -85,6 +90,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "workers[1].events.endpoint: is also that of workers[0]",
     ),
+    ({"nodes": [node("")]}, "nodes[0].name: must be 1 to 128 letters"),
+    (
+        {"nodes": [node(), node(endpoint="ipc:///x", replay="ipc:///y")]},
+        "nodes[1].name: n is also the name of nodes[0]",
+    ),
+    ({"nodes": [node("a")], "workers": [worker()]}, "nodes[0].name: a is also the name of workers[0]"),
+    ({"nodes": [node(endpoint="n")]}, "nodes[0].events.endpoint: must be tcp://"),
+    ({"nodes": [node(replay="tcp://*:1")]}, "nodes[0].events.replay: names no host"),
+    (
+        {"nodes": [node(replay="ipc:///n")]},
+        "nodes[0].events.replay: is also nodes[0].events.endpoint; give each its own",
+    ),
+    (
+        {"nodes": [node(endpoint="ipc:///a")], "workers": [worker(events={"endpoint": "ipc:///a"})]},
+        "nodes[0].events.endpoint: is also workers[0].events.endpoint",
+    ),
+    ({"workers": [worker(node="n")]}, "workers[0].node: n is none of nodes; add it there"),
     (
         {"listen": {"host": "0.0.0.0"}},
         "listen.host: 0.0.0.0 can be reached from other machines; set keys_file",

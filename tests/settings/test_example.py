@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import yaml
 
-from gateway.config import Events, Gateway, Worker
+from gateway.config import Events, Gateway, Node, NodeEvents, Worker
 from hotprefix import settings
 from policies.routing import POLICIES, build
 
@@ -24,16 +24,19 @@ def test_it_loads() -> None:
 def test_it_says_every_key_of_the_schema_and_its_default() -> None:
     written = yaml.safe_load(EXAMPLE.read_text())
     defaults = msgspec.to_builtins(Gateway())
-    for key in settings.LEAVES:
+    for key in settings.GATEWAY.leaves:
         said, default = written, defaults
         for part in key.split("."):
             assert part in said, f"{key} is missing"
             said, default = said[part], default[part]
-        if key not in ("workers", "policy"):
+        if key not in ("workers", "nodes", "policy"):
             assert said == default, f"{key} is not its default"
     first = written["workers"][0]
     assert set(first) == set(Worker.__struct_fields__)
     assert set(first["events"]) == set(Events.__struct_fields__)
+    node = written["nodes"][0]
+    assert set(node) == set(Node.__struct_fields__)
+    assert set(node["events"]) == set(NodeEvents.__struct_fields__)
 
 
 def test_its_policy_lines_are_the_table_with_every_parameter_at_its_default() -> None:

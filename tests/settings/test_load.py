@@ -52,7 +52,7 @@ def test_nothing_given_is_the_defaults() -> None:
     assert loaded.config == Gateway()
     assert loaded.config.admin.port == 8001  # a section's own default, not its type's
     assert set(loaded.origins.values()) == {"default"}
-    assert set(loaded.origins) == set(settings.LEAVES)
+    assert set(loaded.origins) == set(settings.GATEWAY.leaves)
 
 
 def test_flags_win_over_variables_over_the_file_over_defaults(file: Path) -> None:
@@ -153,11 +153,11 @@ def test_variables_that_are_no_keys_are_left_alone() -> None:
 
 def test_flags_and_variables_do_not_collide() -> None:
     known = leaves(Gateway).values()
-    flags = [leaf.flag for leaf in known] + [*settings.ALIASES, "--config", "--json", "--help"]
+    flags = [leaf.flag for leaf in known] + [*settings.GATEWAY.aliases, "--config", "--json", "--help"]
     variables = [leaf.variable for leaf in known] + [*layers.OTHER_VARIABLES]
     assert len(set(flags)) == len(flags)
     assert len(set(variables)) == len(variables)
-    assert set(settings.ALIASES.values()) <= set(settings.LEAVES)
+    assert set(settings.GATEWAY.aliases.values()) <= set(settings.GATEWAY.leaves)
 
 
 FILE_MISTAKES = [
@@ -276,9 +276,9 @@ texts = st.text(
 
 
 @settings_of_hypothesis(max_examples=100, deadline=None)
-@given(text=texts, key=st.sampled_from(sorted(settings.LEAVES)))
+@given(text=texts, key=st.sampled_from(sorted(settings.GATEWAY.leaves)))
 def test_whatever_is_written_is_understood_or_refused(text: str, key: str) -> None:
-    leaf = settings.LEAVES[key]
+    leaf = settings.GATEWAY.leaves[key]
     for argv, environ in (
         ([leaf.flag, text], {}),
         ([f"{leaf.flag}={text}"], {}),

@@ -34,7 +34,7 @@ def test_the_table_has_every_key_its_value_and_its_origin(
     assert shown["policy.slack_tokens"] == ("1", f"file {file}:5")
     assert shown["policy.running_tokens"] == ("128", "default")  # the policy's own defaults too
     assert shown["keys_file"] == ("null", "default")
-    assert set(settings.LEAVES) - set(shown) == {"policy"}
+    assert set(settings.GATEWAY.leaves) - set(shown) == {"policy"}
 
 
 def test_json_is_a_configuration_and_its_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_secrets_are_hidden(form: list[str], capsys: pytest.CaptureFixture[str])
 
 def test_every_secret_named_is_a_key() -> None:
     # A renamed key would be shown; its old name would hide nothing.
-    assert settings.SECRETS == ("workers[].api_key",)
+    assert settings.GATEWAY.secrets == ("workers[].api_key",)
     config = settings.load(["--workers", WORKERS], {}).config
     assert config.workers[0].api_key == SECRET
 
@@ -94,7 +94,7 @@ def test_check_looks_at_the_file_alone(
 def test_usage_lists_every_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "--help"]) == 0
     text = capsys.readouterr().out
-    for leaf in settings.LEAVES.values():
+    for leaf in settings.GATEWAY.leaves.values():
         assert f"{leaf.flag}" in text
         assert leaf.variable in text
-    assert all(alias in text for alias in settings.ALIASES)
+    assert all(alias in text for alias in settings.GATEWAY.aliases)
