@@ -1,15 +1,16 @@
-"""What to believe of one source: numbers and lives of its batches in, decisions out. No I/O, no clock.
+"""What to believe of one engine: numbers and lives of its batches in, decisions out. No I/O, no clock.
 
-A source numbers its batches from 0 in each of its lives. Most engines do not say which life that is:
-a lost connection, a report from outside, or numbers that begin again start a new *epoch*, and
-everything said before is forgotten. Every call returns the actions to take, in order.
+An engine numbers its batches from 0 in each of its lives, and does not say which life that is: a lost
+connection, a report from outside, or numbers that begin again start a new *epoch*, and everything said
+before is forgotten. ``node_feed`` is for sources that say more. Every call returns the actions to take,
+in order.
 
 What a caller may rely on: within an epoch, batches are applied once each, in the order of their
 numbers, without a hole since the last ``Forget``. So what is known is never more than what the source
 holds, and ``trust`` says whether it may be less.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Generic
 
 import msgspec
@@ -33,23 +34,17 @@ known is forgotten when the first answer comes."""
 
 
 class Feed(Generic[Body]):
-    """``replays``: the source can be asked for past batches. ``heartbeat_s``: it speaks at least
-    that often, so that its silence means something; None for engines.
+    """``replays``: the source can be asked for past batches.
 
     Counters for metrics: ``epochs`` begun, ``gaps`` seen, ``replays`` asked for."""
 
-    def __init__(
-        self, *, replays: bool, heartbeat_s: float | None = None, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, *, replays: bool, limits: Limits | None = None) -> None:
         self.epochs = 1
         self.gaps = 0
         self.replays = 0
         self._can_replay = replays
-        self._heartbeat_s = heartbeat_s
         self._limits = limits or Limits()
         self._connected = False
-        self._epoch: str | None = None
-        self._past_epochs: deque[str] = deque(maxlen=16)
         self._cooldown = self._limits.cooldown_s
         self._replay_at = self._rebuild_at = float("-inf")
         self._unusable = ""
@@ -139,13 +134,10 @@ class Feed(Generic[Body]):
 
     # ---- batches ----
 
-    def live(self, batch: Numbered[Body], now: float, epoch: str | None = None) -> list[Action[Body]]:
-        """A batch as it was published. ``epoch`` for sources that say it."""
-        if epoch is not None and not self._same_epoch(epoch, now):
-            return self._take()
+    def live(self, batch: Numbered[Body], now: float) -> list[Action[Body]]:
+        """A batch as it was published."""
         self._connected = True
         self._heard = now
-        self._doubts.pop("silent", None)
         if self._unusable:
             self._ignore("learned")
             return self._take()
@@ -220,8 +212,6 @@ class Feed(Generic[Body]):
             self._fail_replay(now)
         if self._gap_since is not None and now - self._gap_since > limits.reorder_s:
             self._give_up(f"batch {self._expected} is lost", now)
-        if heard is not None and self._heartbeat_s is not None and now - heard > 3 * self._heartbeat_s:
-            self._doubts["silent"] = "no heartbeat"
         if self._unconfirmed and self._can_replay and heard is not None and now - heard > limits.quiet_s:
             self._unconfirmed = False
             self._ask("probe", now)
@@ -246,18 +236,6 @@ class Feed(Generic[Body]):
         return self._take()
 
     # ---- inside ----
-
-    def _same_epoch(self, epoch: str, now: float) -> bool:
-        if epoch == self._epoch:
-            return True
-        if epoch in self._past_epochs:
-            self._ignore("past epoch")
-            return False
-        if self._epoch is not None:
-            self._past_epochs.append(self._epoch)
-            self._begin_epoch("a new epoch", now)
-        self._epoch = epoch
-        return True
 
     def _begin_epoch(self, reason: str, now: float) -> None:
         self.epochs += 1

@@ -1,4 +1,5 @@
-"""Feeds the table from engines' event streams: one thread, no call of which blocks the caller.
+"""Feeds the table from the event streams of engines and nodes: one thread, no call of which blocks the
+caller.
 
 A stalled, flooded or garbled stream costs its own source trust and nobody else anything: each turn
 spends a bounded time on each source. Queues on our side are bounded, and a publisher never waits for
@@ -17,10 +18,12 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from cacheindex.source import Socket, Source, SourceSpec, SourceStatus, Surroundings
+from cacheindex.engine_source import EngineSource, SourceSpec, SourceStatus
+from cacheindex.node_source import NodeSource, NodeSpec, NodeStatus
+from cacheindex.source import Socket, Surroundings
 from cacheindex.table import Table
 
-__all__ = ["Hub", "HubSnapshot", "SourceSpec", "SourceStatus"]
+__all__ = ["Hub", "HubSnapshot", "NodeSpec", "NodeStatus", "SourceSpec", "SourceStatus"]
 
 MIN_SECRET_BYTES = 16
 MAX_REPORTS = 10_000
@@ -32,7 +35,11 @@ REST_S = 0.001
 
 _log = logging.getLogger(__name__)
 
+Source = EngineSource | NodeSource
+
 _Command = Callable[[dict[str, Source], float], None]
+
+_NOTHING: frozenset[str] = frozenset()
 
 
 class HubSnapshot(msgspec.Struct, frozen=True):
@@ -40,6 +47,7 @@ class HubSnapshot(msgspec.Struct, frozen=True):
     ``turns`` counts rounds of the thread: where it stands still, the hub is stuck."""
 
     sources: dict[str, SourceStatus]
+    nodes: dict[str, NodeStatus]
     turns: int
     errors: int
     reports_dropped: int
@@ -71,6 +79,7 @@ class Hub:
         self._allow_remote_bind = allow_remote_bind
         self._commands: deque[_Command] = deque()
         self._statuses: dict[str, SourceStatus] = {}
+        self._nodes: dict[str, NodeStatus] = {}
         self._thread: threading.Thread | None = None
         self._running = False
         self._awake = False
@@ -102,32 +111,47 @@ class Hub:
     def watch(self, spec: SourceSpec) -> None:
         """Follow this source; a worker watched already is replaced when its spec differs.
 
-        Raises ValueError for an endpoint that is no ipc or tcp address, and for a tcp address
-        beyond loopback that would be bound without ``allow_remote_bind``."""
+        Raises ValueError for an endpoint that is no ipc or tcp address, for a tcp address beyond
+        loopback that would be bound without ``allow_remote_bind``, and for the name of a node."""
         _check_endpoint(spec.endpoint, bind=spec.bind, remote=self._allow_remote_bind)
         if spec.replay_endpoint is not None:
             _check_endpoint(spec.replay_endpoint, bind=False, remote=True)
+        if spec.worker in self._nodes:
+            raise ValueError(f"{spec.worker!r} is the name of a node")
         self._statuses.setdefault(spec.worker, SourceStatus(trust="syncing", reason="not connected"))
+        self._begin(spec.worker, spec, lambda around: EngineSource(spec, around))
 
+    def watch_node(self, spec: NodeSpec) -> None:
+        """Follow this node, as ``watch`` does a worker. Raises ValueError for an endpoint that cannot
+        be connected to and for the name of a worker."""
+        for endpoint in (spec.endpoint, spec.replay_endpoint):
+            _check_endpoint(endpoint, bind=False, remote=True)
+        if spec.name in self._statuses:
+            raise ValueError(f"{spec.name!r} is the name of a worker")
+        self._nodes.setdefault(spec.name, NodeStatus(trust="syncing", reason="not connected"))
+        self._begin(spec.name, spec, lambda around: NodeSource(spec, around))
+
+    def _begin(self, name: str, spec: SourceSpec | NodeSpec, make: Callable[[Surroundings], Source]) -> None:
         def begin(sources: dict[str, Source], now: float) -> None:
-            known = sources.get(spec.worker)
+            known = sources.get(name)
             if known is not None and known.spec == spec:
                 return
             if known is not None:
                 known.close()
-            sources[spec.worker] = Source(spec, self._around)
+            sources[name] = make(self._around)
 
         self._command(begin)
 
-    def unwatch(self, worker: str) -> None:
-        """Forget the worker and what it holds."""
+    def unwatch(self, name: str) -> None:
+        """Forget the worker or node and what it holds."""
 
         def end(sources: dict[str, Source], now: float) -> None:
-            known = sources.pop(worker, None)
+            known = sources.pop(name, None)
             if known is not None:
                 known.close()
                 self._dropped = True
-            self._statuses.pop(worker, None)
+            self._statuses.pop(name, None)
+            self._nodes.pop(name, None)
 
         self._command(end)
 
@@ -158,10 +182,23 @@ class Hub:
         """None for a worker that is not watched."""
         return self._statuses.get(worker)
 
+    def node(self, name: str) -> NodeStatus | None:
+        """None for a node that is not watched."""
+        return self._nodes.get(name)
+
+    def serves(self, node: str, worker: str) -> frozenset[str]:
+        """The layouts in which this node works for this worker, by its last heartbeat; none where it
+        does not, or cannot be believed now."""
+        status = self._nodes.get(node)
+        if status is None or status.trust not in ("exact", "syncing"):
+            return _NOTHING
+        return status.serves.get(worker, _NOTHING)
+
     def snapshot(self) -> HubSnapshot:
         """The status of all sources, for metrics."""
         return HubSnapshot(
             sources=dict(self._statuses),
+            nodes=dict(self._nodes),
             turns=self._turns,
             errors=self._errors,
             reports_dropped=self._reports_dropped,
@@ -204,12 +241,14 @@ class Hub:
         for source in sources.values():
             source.close()
         self._statuses.clear()
+        self._nodes.clear()
         context.destroy(linger=0)
 
     def _turn(self, sources: dict[str, Source]) -> None:
         more = self.table.sweep(SWEEP_STEPS)
         self._listen(sources)
-        timeout = 0.0 if more or self._commands else TICK_S
+        busy = more or self._commands or any(source.busy for source in sources.values())
+        timeout = 0.0 if busy else TICK_S
         ready = {ready for ready, _ in self._poller.poll(int(timeout * 1000))}
         self._awake = False
         with suppress(BlockingIOError):
@@ -217,37 +256,40 @@ class Hub:
         now = self._clock()
         for _ in range(len(self._commands)):
             self._commands.popleft()(sources, now)
-        for worker in _rotated(list(sources), self._turns):
-            source = sources[worker]
+        for name in _rotated(list(sources), self._turns):
+            source = sources[name]
             try:
-                source.step([sock for sock in source.sockets if sock in ready], now)
+                source.step([sock for sock in source.line.sockets if sock in ready], now)
                 source.tick(self._clock())
             except (AssertionError, LookupError, TypeError, ValueError, zmq.ZMQError) as error:
                 # A fault of ours in one source: it begins anew, the others go on.
                 self._errors += 1
-                _log.error("hub: source %s failed with %s", worker, type(error).__name__)
+                _log.error("hub: source %s failed with %s", name, type(error).__name__)
                 source.new_epoch("internal error", now)
-            self._statuses[worker] = source.status()
+            if isinstance(source, NodeSource):
+                self._nodes[name] = source.status()
+            else:
+                self._statuses[name] = source.status()
         self._turns += 1
         if self._clock() - now > BUSY_TURN_S:
             time.sleep(REST_S)
 
     def _listen(self, sources: dict[str, Source]) -> None:
         """Poll exactly the sockets there are now."""
-        if not self._dropped and not any(source.sockets_changed for source in sources.values()):
+        if not self._dropped and not any(source.line.sockets_changed for source in sources.values()):
             return
         self._dropped = False
         self._poller = zmq.Poller()
         self._poller.register(self._ear.fileno(), zmq.POLLIN)
         for source in sources.values():
-            source.sockets_changed = False
-            for sock in source.sockets:
+            source.line.sockets_changed = False
+            for sock in source.line.sockets:
                 self._poller.register(sock, zmq.POLLIN)
 
 
-def _rotated(workers: list[str], turn: int) -> list[str]:
-    start = turn % len(workers) if workers else 0
-    return workers[start:] + workers[:start]
+def _rotated(names: list[str], turn: int) -> list[str]:
+    start = turn % len(names) if names else 0
+    return names[start:] + names[:start]
 
 
 def _check_endpoint(endpoint: str, *, bind: bool, remote: bool) -> None:

@@ -108,22 +108,49 @@ def prompt_keys(root: bytes, tokens: Sequence[int], extras: Sequence[Extra] = ()
     return Chain(root).extend(tokens, extras)
 
 
+class Proofs:
+    """A growing sequence of tokens and the proofs of its full engine blocks: SHA-256 over namespace,
+    extras and all tokens up to each block's end. Feeding it in pieces of any size gives the same proofs
+    as feeding it at once.
+
+    Each digest ends with the two lengths, so no two different inputs are written alike. ``extras`` are
+    all of the prompt; one counts from the end of the block that holds its offset.
+    """
+
+    __slots__ = ("_block_size", "_extras", "_pending", "_state", "length")
+
+    def __init__(self, namespace: Namespace, block_size: int, extras: Sequence[Extra] = ()) -> None:
+        self.length = 0
+        self._block_size = block_size
+        self._extras = sorted(extras, key=lambda extra: (extra.offset, extra.identifier))
+        self._state = hashlib.sha256(namespace.encoded())
+        self._pending = b""
+
+    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+        """Append ``tokens``; return the proofs of the blocks this completed, in order. Raises ValueError
+        for a token outside 0 … 2**32 - 1."""
+        data = self._pending + pack_tokens(tokens)
+        width = 4 * self._block_size
+        full = len(data) - len(data) % width
+        end = self.length // self._block_size * self._block_size
+        found: list[bytes] = []
+        for start in range(0, full, width):
+            end += self._block_size
+            self._state.update(data[start : start + width])
+            inside = b"".join(_encode_extra(extra) for extra in self._extras if extra.offset < end)
+            digest = self._state.copy()
+            digest.update(inside + struct.pack("<QQ", end, len(inside)))
+            found.append(digest.digest())
+        self._pending = data[full:]
+        self.length += len(tokens)
+        return found
+
+
 def proofs(
     namespace: Namespace, tokens: Sequence[int], block_size: int, extras: Sequence[Extra] = ()
 ) -> Iterator[bytes]:
-    """SHA-256 over namespace, extras and all tokens up to the end of each full engine block.
-
-    Each digest ends with the two lengths, so no two different inputs are written alike.
-    """
-    state = hashlib.sha256(namespace.encoded())
-    data = pack_tokens(tokens)
-    ordered = sorted(extras, key=lambda extra: (extra.offset, extra.identifier))
-    for end in range(block_size, len(tokens) + 1, block_size):
-        state.update(data[4 * (end - block_size) : 4 * end])
-        inside = b"".join(_encode_extra(extra) for extra in ordered if extra.offset < end)
-        digest = state.copy()
-        digest.update(inside + struct.pack("<QQ", end, len(inside)))
-        yield digest.digest()
+    """The proofs of all full engine blocks of a prompt, as ``Proofs`` gives them."""
+    yield from Proofs(namespace, block_size, extras).extend(tokens)
 
 
 def text_tokens(text: str) -> "array[int]":

@@ -2,7 +2,7 @@
 
 Keys map to *interned* sets of slots: runs of keys share their holders, so an entry stays small
 however many slots there are, and forgetting a holder rewrites sets, not entries. ``store``,
-``remove``, ``clear``, ``forget``, ``sweep`` and ``check_integrity`` belong to the one writer
+``remove``, ``clear``, ``forget``, ``held_by``, ``sweep`` and ``check_integrity`` belong to the one writer
 thread. ``match``, ``touch``, ``mark``, ``removed_since`` and ``stats`` may be called from any
 thread: they change nothing the writer owns and look only single entries up, so they see each key as
 it was before or after a change, never half of one.
@@ -226,6 +226,15 @@ class Table:
         for slot in leaving:
             del self._slots[slot]
         self._survey()
+
+    def held_by(self, holder: str) -> dict[Slot, int]:
+        """How many keys each slot of this holder has. Costs as many steps as there are distinct sets."""
+        held = {slot: 0 for slot in self._slots if slot.holder == holder}
+        for holders in self._sets:
+            for slot in held:
+                if slot in holders.slots:
+                    held[slot] += holders.count
+        return held
 
     def sweep(self, steps: int) -> bool:
         """Free entries that nobody holds, looking at no more than ``steps`` entries; True while

@@ -1,12 +1,13 @@
 """The admin listener: what the gateway knows of its workers, its index and itself. Read only."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import get_args
 
+import msgspec
 from fastapi import Response
 from prometheus_client.core import Metric
 
-from cacheindex.hub import Hub, HubSnapshot
+from cacheindex.hub import Hub, HubSnapshot, NodeStatus, SourceStatus
 from cacheindex.table import Table
 from cacheindex.trust import Trust
 from gateway.app import Parts, json_response, openai_app
@@ -34,6 +35,11 @@ def build_admin(parts: Parts, hub: Hub, table: Table) -> App:
     async def list_workers() -> Response:
         return json_response({"workers": [_describe(worker, parts, hub) for worker in workers.all()]})
 
+    @app.get("/v1/nodes")
+    async def list_nodes() -> Response:
+        statuses = {node.name: hub.node(node.name) for node in parts.settings.nodes}
+        return json_response({"nodes": [_describe_node(name, one) for name, one in statuses.items()]})
+
     @app.get("/v1/index")
     async def index() -> Response:
         return json_response(table.stats())
@@ -53,13 +59,33 @@ def _describe(worker: Worker, parts: Parts, hub: Hub) -> dict[str, object]:
         "running": worker.running,
         "queued_tokens": worker.queued_tokens,
         "events": hub.status(worker.name),
+        "node": _attached(worker, hub),
     }
+
+
+def _attached(worker: Worker, hub: Hub) -> dict[str, object] | None:
+    """The node beside it, and the layouts in which that serves it; None without a node."""
+    node = worker.spec.node
+    status = hub.node(node) if node is not None else None
+    if status is None:
+        return None
+    layouts = sorted(status.serves.get(worker.name, ()))
+    return {"name": node, "trust": status.trust, "layouts": layouts}
+
+
+def _describe_node(name: str, status: NodeStatus | None) -> dict[str, object]:
+    if status is None:
+        return {"name": name}
+    serves = {worker: sorted(layouts) for worker, layouts in sorted(status.serves.items())}
+    return {"name": name, **msgspec.structs.asdict(status), "serves": serves}
 
 
 def observe(workers: Workers, hub: Hub, table: Table) -> Iterable[Metric]:
     """Gauges and counters of state that others keep, read at each scrape."""
     yield from _of_workers(workers.all())
-    yield from _of_sources(hub.snapshot())
+    snapshot = hub.snapshot()
+    yield from _of_sources(snapshot)
+    yield from _of_nodes(snapshot.nodes)
     stats = table.stats()
     yield gauge("hotprefix_index_entries", "Keys in the index.", [], {(): float(stats.entries)})
     yield gauge("hotprefix_index_bytes", "Bytes the index uses.", [], {(): float(stats.bytes_used)})
@@ -78,21 +104,40 @@ def _of_workers(workers: Sequence[Worker]) -> Iterable[Metric]:
 
 
 def _of_sources(snapshot: HubSnapshot) -> Iterable[Metric]:
-    sources = snapshot.sources
-    yield gauge(
-        "hotprefix_source_trust",
-        "1 for the state a worker's events are in.",
-        ["worker", "trust"],
-        {(name, trust): float(one.trust == trust) for name, one in sources.items() for trust in TRUSTS},
-    )
-    for field in ("batches", "events", "gaps", "replays", "epochs", "bad_frames"):
-        values: Labelled = {(name,): float(getattr(one, field)) for name, one in sources.items()}
-        text = f"Event stream: {field.replace('_', ' ')} so far."
-        yield counter(f"hotprefix_source_{field}", text, ["worker"], values)
-    yield counter(
-        "hotprefix_source_skipped",
-        "Events and blocks passed over, by cause.",
-        ["worker", "cause"],
-        {(name, cause): float(n) for name, one in sources.items() for cause, n in one.skipped.items()},
-    )
+    yield from _of_streams("source", "worker", snapshot.sources, ())
     yield counter("hotprefix_hub_errors", "Turns cut short by a fault.", [], {(): float(snapshot.errors)})
+
+
+def _of_nodes(nodes: Mapping[str, NodeStatus]) -> Iterable[Metric]:
+    yield from _of_streams("node_source", "node", nodes, ("snapshots",))
+    held: Labelled = {(name,): float(one.keys) for name, one in nodes.items()}
+    yield gauge("hotprefix_node_source_keys", "Keys the node holds.", ["node"], held)
+    for field, unit in (("fill", "used_bytes"), ("rates", "bytes_per_second")):
+        values: Labelled = {
+            (name, tier): float(value)
+            for name, one in nodes.items()
+            for tier, value in getattr(one, field).items()
+        }
+        yield gauge(f"hotprefix_node_source_{unit}", "As the node said last.", ["node", "tier"], values)
+
+
+def _of_streams(
+    kind: str, label: str, streams: Mapping[str, SourceStatus | NodeStatus], more: Sequence[str]
+) -> Iterable[Metric]:
+    """What the streams of workers and of nodes have in common, and ``more`` counters."""
+    yield gauge(
+        f"hotprefix_{kind}_trust",
+        f"1 for the state a {label}'s events are in.",
+        [label, "trust"],
+        {(name, trust): float(one.trust == trust) for name, one in streams.items() for trust in TRUSTS},
+    )
+    for field in ("batches", "events", "gaps", "replays", "epochs", "bad_frames", *more):
+        values: Labelled = {(name,): float(getattr(one, field)) for name, one in streams.items()}
+        text = f"Event stream: {field.replace('_', ' ')} so far."
+        yield counter(f"hotprefix_{kind}_{field}", text, [label], values)
+    yield counter(
+        f"hotprefix_{kind}_skipped",
+        "Events and blocks passed over, by cause.",
+        [label, "cause"],
+        {(name, cause): float(n) for name, one in streams.items() for cause, n in one.skipped.items()},
+    )

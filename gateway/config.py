@@ -26,14 +26,31 @@ class Events(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     topic: str = ""
 
 
+class NodeEvents(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A cache node's events and where it answers questions about them, as its own configuration has
+    them."""
+
+    endpoint: str
+    replay: str
+
+
+class Node(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A cache node. ``name`` is the node's own name for itself; no worker may have the same."""
+
+    name: str
+    events: NodeEvents
+
+
 class Worker(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """An engine as the gateway sees it. ``rank`` is the data-parallel rank, sent as a header.
-    Without ``events`` the worker is known by routing history alone."""
+    Without ``events`` the worker is known by routing history alone. ``node`` is the name of the cache
+    node beside it; what that holds counts once the node says that it serves a worker of this name."""
 
     name: str
     url: str
     events: Events | None = None
     rank: int | None = None
+    node: str | None = None
     api_key: str | None = None
 
 
@@ -101,6 +118,7 @@ class Gateway(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     listen: Listen = msgspec.field(default_factory=Listen)
     admin: Listen = msgspec.field(default_factory=lambda: Listen(port=8001))
     workers: list[Worker] = []
+    nodes: list[Node] = []
     policy: dict[str, object] = msgspec.field(default_factory=lambda: {"name": "prefix"})
     keys_file: str | None = None
     secret_file: str | None = None

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.config import Events, Gateway, Listen, Worker
+from gateway.config import Events, Gateway, Listen, Node, Worker
 from policies import routing
 
 MAY_BE_ZERO = ("port", "seed", "retry_share", "retry_floor", "predicted_s")
@@ -26,6 +26,7 @@ def problems(config: Gateway) -> list[Problem]:
         *_numbers(msgspec.to_builtins(config), ""),
         *_listeners(config),
         *_workers(config.workers),
+        *_nodes(config.nodes, config.workers),
         *_policy(config.policy),
         *_headers(config),
     ]
@@ -104,6 +105,35 @@ def _workers(workers: list[Worker]) -> Iterator[Problem]:
                     f"{key}.events.endpoint",
                     f"is also that of workers[{first}]; each worker publishes on one of its own",
                 )
+
+
+def _nodes(nodes: list[Node], workers: list[Worker]) -> Iterator[Problem]:
+    names: dict[str, str] = {worker.name: f"workers[{number}]" for number, worker in enumerate(workers)}
+    places: dict[str, str] = {
+        worker.events.endpoint: f"workers[{number}].events.endpoint"
+        for number, worker in enumerate(workers)
+        if worker.events
+    }
+    for number, node in enumerate(nodes):
+        key = f"nodes[{number}]"
+        if not NAME.fullmatch(node.name):
+            yield f"{key}.name", "must be 1 to 128 letters, digits, '.', '_', ':' or '-'"
+        if (first := names.setdefault(node.name, key)) != key:
+            yield f"{key}.name", f"{node.name} is also the name of {first}; names must differ"
+        events = Events(endpoint=node.events.endpoint, replay=node.events.replay)
+        for part, text in _events(events):
+            yield f"{key}.events.{part}", text
+        for part, endpoint in (("endpoint", events.endpoint), ("replay", node.events.replay)):
+            place = f"{key}.events.{part}"
+            if (first := places.setdefault(endpoint, place)) != place:
+                yield place, f"is also {first}; give each its own"
+    known = {node.name for node in nodes}
+    for number, worker in enumerate(workers):
+        if worker.node is not None and worker.node not in known:
+            yield (
+                f"workers[{number}].node",
+                f"{worker.node} is none of nodes; add it there",
+            )
 
 
 def _bad_url(url: str) -> str:

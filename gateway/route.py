@@ -14,7 +14,7 @@ from cacheindex.events import Tier
 from cacheindex.keys import BLOCK_TOKENS, Kind, Namespace, prompt_keys
 from cacheindex.predicted import Predicted
 from cacheindex.table import Slot, Table, by_holder
-from gateway.prediction import Apart, Cause, Prediction, cacheable, judge
+from gateway.prediction import Apart, Cause, Loads, Prediction, agreed, cacheable, judge
 from gateway.tokens import Prompt
 from gateway.workers import Worker
 from policies.routing.base import Ask, Candidate, Choice, Policy, Trust
@@ -34,7 +34,10 @@ class Source(Protocol):
 
 
 class Sources(Protocol):
+    """``serves``: the layouts in which a node works for a worker, none where it cannot be believed."""
+
     def status(self, worker: str) -> Source | None: ...
+    def serves(self, node: str, worker: str) -> frozenset[str]: ...
     def report(self, worker: str, agreed: bool) -> None: ...
 
 
@@ -57,7 +60,7 @@ class Query(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """One choice and what is needed to judge it later. ``keys`` and ``tickets``: one per prompt;
-    ``slots``: where the index says the worker holds them, as of ``mark``."""
+    ``slots``: where the index says the worker, or its node for it, holds them, as of ``mark``."""
 
     worker: str
     choice: Choice
@@ -89,6 +92,7 @@ class Router:
         self._policy, self._index, self._sources = policy, index, sources
         self._learned = Table(learned_bytes)
         self._predicted = Predicted()
+        self._loads = Loads(clock)
         self._predicted_s, self._waiting_s = predicted_s, waiting_s
         self._secret, self._clock = secret, clock
 
@@ -139,13 +143,16 @@ class Router:
             held = [key for keys in plan.keys for key in keys[: plan.prediction.cached // BLOCK_TOKENS]]
             evicted = any(self._index.removed_since(slot, held, plan.mark) for slot in plan.slots)
         cause = judge(plan.prediction, cached, evicted=evicted)
-        if cause in ("match", "over", "under"):
-            self._sources.report(plan.worker, cause == "match")
+        self._loads.judged(plan.worker, plan.prediction, cause)
+        verdict = agreed(plan.prediction, cached or 0, cause)
+        if verdict is not None:
+            self._sources.report(plan.worker, verdict)
         return cause
 
     def forget(self, worker: str) -> None:
         """Everything learned and predicted of a worker is void: it was restarted or is gone."""
         self._predicted.drop_worker(worker)
+        self._loads.forget(worker)
         self._learned.forget(worker)
         self._learned.sweep(SWEEP)
 
@@ -174,14 +181,24 @@ class Router:
         for worker in workers:
             name = worker.name
             source = self._sources.status(name) if exact else None
+            layouts = self._layouts(worker) if exact else frozenset[str]()
+            node = [_of_node(matches, worker.spec.node, layouts) for matches in found]
             reach = _Reach(
                 held=[one.get(name, {}) for one in held],
+                node=[_by_tier(slots) for slots in node],
                 learned=[max(one.get(name, {}).values(), default=0) for one in learned],
                 pending=[one.get(name, 0) for one in pending],
                 slots=frozenset(slot for matches in found for slot in matches if slot.holder == name),
+                node_slots=frozenset(slot for slots in node for slot in slots),
             )
             views[name] = _view(query, worker, source, reach, keys)
         return views
+
+    def _layouts(self, worker: Worker) -> frozenset[str]:
+        node = worker.spec.node
+        if node is None or not self._loads.count(worker.name):
+            return frozenset()
+        return self._sources.serves(node, worker.name)
 
     def _ask(self, query: Query, keys: dict[Namespace, list[list[bytes]]]) -> Ask:
         first = next((chains[0] for chains in keys.values() if chains and chains[0]), None)
@@ -197,13 +214,15 @@ class Router:
 
 
 class _Reach(msgspec.Struct, frozen=True):
-    """Tokens of each prompt one worker holds: by tier, by routing history, and by what is being
-    computed there; and the slots that say so."""
+    """Tokens of each prompt one worker holds: by tier, by tier of its node, by routing history, and by
+    what is being computed there; and the slots that say so."""
 
     held: list[dict[Tier, int]]
+    node: list[dict[Tier, int]]
     learned: list[int]
     pending: list[int]
     slots: frozenset[Slot]
+    node_slots: frozenset[Slot]
 
 
 class _View(msgspec.Struct, frozen=True):
@@ -216,20 +235,24 @@ class _View(msgspec.Struct, frozen=True):
 
     @property
     def matched(self) -> int:
-        return self.prediction.cached if self.prediction else self.candidate.matched
+        if self.prediction is None or self.candidate.trust == "learned":
+            return self.candidate.matched
+        return self.prediction.cached
 
 
 def _view(
     query: Query, worker: Worker, source: Source | None, reach: _Reach, keys: list[list[bytes]]
 ) -> _View:
-    now = [max(tiers.values(), default=0) for tiers in reach.held]
-    soon = [max(held, coming) for held, coming in zip(now, reach.pending, strict=True)]
+    own = [max(tiers.values(), default=0) for tiers in reach.held]
+    beside = [max(tiers.values(), default=0) for tiers in reach.node]
+    soon = [max(held, coming) for held, coming in zip(own, reach.pending, strict=True)]
     by_tier: dict[str, int] = {}
-    for tiers in reach.held:
-        for tier, tokens in tiers.items():
-            by_tier[tier] = by_tier.get(tier, 0) + tokens
-    if any(soon):
-        by_tier["gpu"] = max(by_tier.get("gpu", 0), sum(soon))
+    for held, node in zip(reach.held, reach.node, strict=True):
+        for tier in held.keys() | node.keys():
+            by_tier[tier] = by_tier.get(tier, 0) + max(held.get(tier, 0), node.get(tier, 0))
+    near = [max(held.get("gpu", 0), coming) for held, coming in zip(reach.held, reach.pending, strict=True)]
+    if any(near):
+        by_tier["gpu"] = sum(near)
     candidate = Candidate(
         worker=worker.name,
         trust=source.trust if source else "learned",
@@ -237,18 +260,49 @@ def _view(
         running=worker.running,
         reach=by_tier,
         learned=max(sum(reach.learned), sum(reach.pending)),
+        beside=sum(beside),
     )
+    prediction = None
     if source is None or source.trust == "learned":
-        return _View(candidate, keys, reach.slots, None)
-    block = source.block_size or BLOCK_TOKENS
+        own = soon = [0] * len(own)  # Its own events say nothing, its node's may.
+    if any(beside) or (source is not None and source.trust != "learned"):
+        strides = [slot.stride for slot in reach.node_slots]
+        block = (source.block_size if source else None) or max(strides, default=BLOCK_TOKENS)
+        prediction = _predict(query, block, (own, soon, beside), node=worker.spec.node is not None)
+    return _View(candidate, keys, reach.slots | reach.node_slots, prediction)
+
+
+def _predict(
+    query: Query, block: int, reach: tuple[list[int], list[int], list[int]], *, node: bool
+) -> Prediction:
+    """From tokens of each prompt that an engine holds, will hold, and that its node holds for it."""
+    own, soon, beside = reach
     lengths = [len(prompt.tokens) for prompt in query.prompts]
-    prediction = Prediction(
-        cached=sum(cacheable(reached, length, block) for reached, length in zip(now, lengths, strict=True)),
-        pending=sum(cacheable(reached, length, block) for reached, length in zip(soon, lengths, strict=True)),
+
+    def counted(reached: list[int]) -> int:
+        return sum(cacheable(one, length, block) for one, length in zip(reached, lengths, strict=True))
+
+    return Prediction(
+        cached=counted(list(map(max, own, beside))),
+        pending=counted(list(map(max, soon, beside))),
         block=max(block, BLOCK_TOKENS),
         apart=query.apart,
+        local=counted(own) if node else None,
     )
-    return _View(candidate, keys, reach.slots, prediction)
+
+
+def _of_node(matches: dict[Slot, int], node: str | None, layouts: frozenset[str]) -> dict[Slot, int]:
+    """Of what was found, what this node holds in these layouts."""
+    if not layouts:
+        return {}
+    return {slot: n for slot, n in matches.items() if slot.holder == node and slot.layout in layouts}
+
+
+def _by_tier(slots: dict[Slot, int]) -> dict[Tier, int]:
+    tiers: dict[Tier, int] = {}
+    for slot, tokens in slots.items():
+        tiers[slot.tier] = max(tokens, tiers.get(slot.tier, 0))
+    return tiers
 
 
 def _learned_slot(worker: str) -> Slot:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import uvicorn
 import uvloop
 
-from cacheindex.hub import Hub, SourceSpec
+from cacheindex.hub import Hub, NodeSpec, SourceSpec
 from cacheindex.table import Table
 from gateway import config, exchange
 from gateway.admin import build_admin, observe
@@ -77,6 +77,8 @@ class Gateway:
             shared, attempts=self.settings.upstream.attempts, policy=str(self.settings.policy["name"])
         )
         self.hub.start()
+        for node in self.settings.nodes:
+            self.hub.watch_node(NodeSpec(node.name, node.events.endpoint, node.events.replay))
         self.health.start()
         parts = Parts(
             self.settings, self.tenants, self.workers, self.tokenizers, exchanges, self.metrics, self._clock

@@ -30,8 +30,10 @@ class Candidate(msgspec.Struct, frozen=True):
     """One healthy worker that serves the requested model.
 
     ``queued_tokens``: prompt tokens it was sent and has yet to compute, those it holds left out.
-    ``running``: requests leased to it. ``reach``: tokens of this prompt it holds, by tier, by its
-    events and by predictions. ``learned``: tokens of this prompt by routing history alone.
+    ``running``: requests leased to it. ``reach``: tokens of this prompt it can use, by tier: by its
+    events, by predictions, and by the events of the node beside it. ``learned``: tokens of this prompt
+    by routing history alone. ``beside``: those that its node holds for it, to be believed whatever the
+    worker's own trust.
     """
 
     worker: str
@@ -40,14 +42,21 @@ class Candidate(msgspec.Struct, frozen=True):
     running: int = 0
     reach: Mapping[str, int] = {}
     learned: int = 0
+    beside: int = 0
 
     @property
     def matched(self) -> int:
         """Tokens it need not compute, as far as can be believed: the index where its events are
-        whole or arriving, routing history elsewhere."""
+        whole or arriving, routing history and its node elsewhere."""
         if self.trust in ("exact", "syncing"):
             return max(self.reach.values()) if self.reach else 0
-        return self.learned
+        return max(self.learned, self.beside)
+
+    @property
+    def at_hand(self) -> int:
+        """Tokens of ``matched`` that it need not load from a slower tier first."""
+        own = self.reach.get("gpu", 0) if self.trust in ("exact", "syncing") else self.learned
+        return min(own, self.matched)
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """The worker that already holds most of the prompt, unless its load costs more than that saves.
 
-All quantities are tokens of prefill. It does not know how fast a worker computes, nor slower tiers,
-nor transfers; ``ttft`` does.
+All quantities are tokens of prefill. It does not know how fast a worker computes, nor how long a load
+from a slower tier takes, but that it takes something: a token to be loaded counts for a little less than
+one at hand. ``ttft`` knows.
 """
 
 import random
@@ -14,6 +15,9 @@ import xxhash
 
 from policies.routing.base import Ask, Candidate, Choice
 from policies.routing.load import Recent, lightest
+
+LOAD_SHARE = 16
+"""A token that must be loaded first costs so many times less than one that must be computed."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 
@@ -44,6 +48,12 @@ class View(NamedTuple):
     worker: str
 
 
+def usable(candidate: Candidate) -> int:
+    """What a candidate holds, less what loading it costs: of equals, the one that has it at hand wins."""
+    matched = candidate.matched
+    return matched - (matched - candidate.at_hand) // LOAD_SHARE
+
+
 by_load = itemgetter(0, 1)
 by_cost = itemgetter(2, 1)
 
@@ -61,7 +71,7 @@ class Prefix:
         self,
         params: Params,
         rng: random.Random,
-        held: Callable[[Candidate], int] = lambda candidate: candidate.matched,
+        held: Callable[[Candidate], int] = usable,
     ) -> None:
         self._params = params
         self._rng = rng

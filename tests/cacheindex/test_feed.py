@@ -214,25 +214,14 @@ def test_late_answers_of_an_earlier_life_are_ignored() -> None:
     assert replay(feed, 3, 4) == ["ignore", "ignore"]
 
 
-def test_epochs_that_are_said() -> None:
-    feed: Feed[int] = Feed(replays=False, heartbeat_s=1.0)
-    assert short(feed.live(number(0), 0.0, "one")) == [0]
-    assert short(feed.live(number(0), 0.0, "two")) == ["forget", 0]
-    assert short(feed.live(number(1), 0.0, "one")) == ["ignore"]
-    assert short(feed.live(number(1), 0.0, "two")) == [1]
-
-
 # ---- trust ----
 
 
-def test_silence_matters_only_with_heartbeats() -> None:
-    for heartbeat, trust in ((None, "exact"), (1.0, "suspect")):
-        feed: Feed[int] = Feed(replays=False, heartbeat_s=heartbeat)
-        live(feed, 0)
-        feed.tick(100.0)
-        assert feed.trust == trust
-        live(feed, 1, now=101.0)
-        assert feed.trust == "exact"
+def test_silence_says_nothing() -> None:
+    feed: Feed[int] = Feed(replays=False)
+    live(feed, 0)
+    feed.tick(100.0)
+    assert feed.trust == "exact"
 
 
 def test_wrong_predictions_demote_and_right_ones_promote() -> None:

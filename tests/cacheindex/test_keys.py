@@ -14,6 +14,7 @@ from cacheindex.keys import (
     Chain,
     Extra,
     Namespace,
+    Proofs,
     pack_keys,
     pack_tokens,
     prompt_keys,
@@ -131,6 +132,21 @@ def test_proofs_are_injective(one: list[int], other: list[int], size: int) -> No
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         end = size * (index + 1)
         assert (left == right) == (one[:end] == other[:end])
+
+
+@given(
+    st.lists(st.integers(0, MAX_TOKEN), max_size=200), st.lists(st.integers(0, 60)), st.sampled_from([16, 48])
+)
+def test_proofs_grow_in_pieces_of_any_size(tokens: list[int], cuts: list[int], size: int) -> None:
+    extras = [Extra(5, "x"), Extra(70, "y")]
+    growing = Proofs(Namespace("m"), size, extras)
+    found, at = [], 0
+    for cut in cuts:
+        found += growing.extend(tokens[at : at + cut])
+        at += cut
+    found += growing.extend(tokens[at:])
+    assert found == list(proofs(Namespace("m"), tokens, size, extras))
+    assert growing.length == len(tokens)
 
 
 def test_proofs_cover_namespace_extras_and_length() -> None:

@@ -85,6 +85,10 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.table.check_integrity()
+        for holder in "abc":
+            held = {slot: len(keys) for slot, keys in self.model.items() if slot.holder == holder}
+            counted = self.table.held_by(holder)
+            assert {slot: n for slot, n in counted.items() if n} == {s: n for s, n in held.items() if n}
 
 
 TestTable = TableMachine.TestCase

@@ -79,7 +79,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tiny_model: Path) -> Start:
-    """``async with start(count, engine={…}, policy=…, events=…, **settings) as stack``."""
+    """``async with start(count, engine={…}, policy=…, events=…, node=…, **settings) as stack``; ``node``
+    is the name of the node beside every worker."""
 
     @asynccontextmanager
     async def run(
@@ -89,6 +90,7 @@ def start(tiny_model: Path) -> Start:
         events: bool = True,
         policy: str = "prefix",
         ready: bool = True,
+        node: str | None = None,
         **settings: Any,
     ) -> AsyncIterator[Stack]:
         sim = SimConfig(model_path=str(tiny_model), **(engine or {}))
@@ -100,7 +102,7 @@ def start(tiny_model: Path) -> Start:
             }
             spec = msgspec.convert(options, config.Gateway)
             spec.listen, spec.admin = config.Listen(port=0), config.Listen(port=0)
-            spec.workers = [_worker(index, one) for index, one in enumerate(engines)]
+            spec.workers = [_worker(index, one, node) for index, one in enumerate(engines)]
             gateway, stop, urls = Gateway(spec), asyncio.Event(), list[str]()
             serving = asyncio.create_task(serve(gateway, lambda *both: urls.extend(both), stop))
             await eventually(lambda: urls or serving.done())
@@ -123,8 +125,8 @@ def start(tiny_model: Path) -> Start:
     return run
 
 
-def _worker(index: int, engine: SimEngine) -> config.Worker:
+def _worker(index: int, engine: SimEngine, node: str | None) -> config.Worker:
     events = None
     if engine.config.events_endpoint:
         events = config.Events(endpoint=engine.events_endpoint, replay=engine.replay_endpoint)
-    return config.Worker(name=f"w{index}", url=engine.url, events=events)
+    return config.Worker(name=f"w{index}", url=engine.url, events=events, node=node)
