@@ -9,7 +9,7 @@ UP_FLAGS ?=
 FAST = $(BIN)/pytest -m 'not engines' -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help up setup test test-fast check clean
+.PHONY: help up setup peers test test-fast check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ up: $(STAMP) ## two real engines and a gateway; Ctrl-C stops them (UP_FLAGS="--e
 
 setup: $(STAMP) ## set up the engine and the model, start nothing
 	@$(BIN)/hotprefix setup
+
+peers: $(STAMP) ## set up what benchmarks compare with (LMCache, about 3.5 GB)
+	@$(BIN)/hotprefix peers lmcache
 
 test: $(STAMP) ## every test, those with two real engines too
 	@status=0; $(BIN)/hotprefix setup || status=$$?; \

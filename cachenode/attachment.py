@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachenode import shared, wire
-from cachenode.directory import DirectoryView
+from cachenode.directory_view import DirectoryView
 from cachenode.record import Layout
 
 JOIN_S = 5.0

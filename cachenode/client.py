@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Literal
 
 from cachenode import shared, wire
-from cachenode.directory import DirectoryView
+from cachenode.directory_view import DirectoryView
 from cachenode.record import Layout, moved, realm
 
 MAX_UNSENT = 8 * 1024 * 1024

@@ -16,7 +16,8 @@ from cachenode import shared
 from cachenode.admin import CALL_S, application
 from cachenode.arena import Space
 from cachenode.config import Node, endpoints_of, name_of, records_of, socket_of
-from cachenode.directory import Directory, Sizes
+from cachenode.directory import Directory
+from cachenode.directory_view import Sizes
 from cachenode.journal import Journal
 from cachenode.keys_file import admin_digests
 from cachenode.metrics import Status

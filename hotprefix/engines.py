@@ -16,7 +16,7 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from hotprefix.errors import CommandError
-from hotprefix.home import Home
+from hotprefix.home import Home, checkout
 from hotprefix.processes import Child, Port, RunFolder, wait_until
 from hotprefix.progress import Board, Say
 
@@ -47,6 +47,12 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     events: bool = True
     dev_mode: bool = False
     """Serves ``/reset_prefix_cache``."""
+    node: str | None = None
+    """Path of a cache node's socket: the engine keeps its KV there. The node need not run yet."""
+    secret_file: str | None = None
+    """The gateway's, absolute: without it the node keeps nothing of requests with a ``cache_salt``."""
+    python: str = ""
+    """The Python that holds vLLM; "" is the home's engine environment."""
     extra: tuple[str, ...] = ()
     """More arguments for the engine's command line."""
 
@@ -62,6 +68,9 @@ class Part(Protocol):
 
     @property
     def ready_url(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
 
     @property
     def exit_code(self) -> int | None: ...
@@ -98,8 +107,14 @@ class Engine:
         command = (vllm_command if self.spec.kind == "vllm" else sim_command)(
             self.spec, self._home, self._port.number, self.event_config()
         )
-        env = {**os.environ, **(vllm_environment(self.spec) if self.spec.kind == "vllm" else {})}
-        return Child(command, log=self._log, folder=self._folder, env=env, keep_log=keep_log)
+        env, cwd = dict(os.environ), None
+        if self.spec.kind == "vllm":
+            # Python looks for modules in the folder where it is started before anywhere else.
+            cwd = self._folder.path
+            env |= vllm_environment(self.spec)
+            if self.spec.node is not None:
+                env["PYTHONPATH"] = str(connector_path(self._folder))
+        return Child(command, log=self._log, folder=self._folder, env=env, keep_log=keep_log, cwd=cwd)
 
     def event_config(self) -> dict[str, str] | None:
         """Endpoint, replay endpoint and topic, as vLLM names them; None without events."""
@@ -176,6 +191,32 @@ def vllm_environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
+def connector_path(folder: RunFolder) -> Path:
+    """A folder for an engine's ``PYTHONPATH`` that shows it the connector and nothing else of ours: neither
+    the rest of a checkout nor, where hotprefix is installed, packages meant for another environment."""
+    path = folder.path / "python"
+    path.mkdir(exist_ok=True)
+    for package in ("cachenode", "cacheindex", "policies"):
+        if not (path / package).exists():
+            (path / package).symlink_to(checkout() / package, target_is_directory=True)
+    return path
+
+
+def connector_flags(socket: str, worker: str, secret_file: str | None = None) -> list[str]:
+    """What makes vLLM keep its KV in the node behind ``socket``; ``worker`` is the engine's name there."""
+    extra = {"hotprefix.socket": socket, "hotprefix.worker": worker}
+    if secret_file is not None:
+        extra["hotprefix.secret_file"] = secret_file
+    config = {
+        "kv_connector": "HotprefixConnector",
+        "kv_connector_module_path": "cachenode.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
 def native_bfloat16(cpuinfo: str) -> bool:
     """Whether a CPU, by its ``/proc/cpuinfo``, multiplies bfloat16 itself. Without, vLLM's bfloat16 is
     four times slower than its float32 (measured on an AVX2-only EPYC: 33 against 140 prompt tokens/s)."""
@@ -194,7 +235,8 @@ def dtype_here() -> str:
 
 def vllm_command(spec: EngineSpec, home: Home, port: int, events: Mapping[str, str] | None) -> list[str]:
     """Started as a module, because the console script of the CPU build fails."""
-    command = [str(home.engine / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    python = spec.python or str(home.engine / "bin" / "python")
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", spec.model, "--served-model-name", spec.served_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
@@ -205,6 +247,8 @@ def vllm_command(spec: EngineSpec, home: Home, port: int, events: Mapping[str, s
     if events is not None:
         config = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
         command += ["--kv-events-config", json.dumps(config)]
+    if spec.node is not None:
+        command += connector_flags(spec.node, spec.name, spec.secret_file)
     return [*command, *spec.extra]
 
 
@@ -251,7 +295,7 @@ def wait_all(parts: Sequence[Part], timeout_s: float, board: Board | None = None
             if answers(part.ready_url):
                 waiting.remove(part)
                 if board is not None:
-                    board.done(part.name, part.url)
+                    board.done(part.name, f"{part.url} (process {part.pid})")
         if board is not None:
             board.tick()
         return not waiting
@@ -266,13 +310,13 @@ class Fleet:
 
     def __init__(self, home: Home, logs: Path | None = None) -> None:
         self._home = home
-        self._logs = logs or home.logs
+        self.logs = logs or home.logs
         self.folder = RunFolder()
         self.engines: list[Engine] = []
 
     def start_engine(self, spec: EngineSpec) -> Engine:
         """Starts one and returns at once; ``wait_healthy`` waits."""
-        engine = Engine(spec, self._home, self.folder, self._logs / f"{spec.name}.log")
+        engine = Engine(spec, self._home, self.folder, self.logs / f"{spec.name}.log")
         self.engines.append(engine)
         return engine
 
@@ -280,12 +324,16 @@ class Fleet:
         """Waits for all engines; ``say`` is told the progress."""
         wait_all(self.engines, timeout_s, None if say is None else Board(say, [e.name for e in self.engines]))
 
-    def stop(self) -> None:
-        """Ends all at once, gives the ports back and removes the run folder; again is a no-op."""
+    def stop_engines(self) -> None:
+        """Ends all at once and gives the ports back; again is a no-op."""
         for engine in self.engines:
             engine.ask_to_stop()
         for engine in self.engines:
             engine.stop()
+
+    def stop(self) -> None:
+        """Ends all engines and removes the run folder; again is a no-op."""
+        self.stop_engines()
         self.folder.remove()
 
     def __enter__(self) -> Self:

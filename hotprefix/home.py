@@ -19,6 +19,10 @@ class Home(NamedTuple):
         """The engine's virtual environment."""
         return self.root / "engine"
 
+    def peer(self, name: str) -> Path:
+        """The virtual environment of another project's software that a benchmark compares with."""
+        return self.root / "peers" / name
+
     @property
     def models(self) -> Path:
         """Converted model folders."""

@@ -10,17 +10,20 @@ from typing import Any
 import msgspec
 
 from hotprefix.engines import Engine, wait_all
+from hotprefix.local_node import LocalNode
 from hotprefix.processes import Child, Port, RunFolder
 
-_NOT_INHERITED = ("HOTPREFIX_CONFIG", "HOTPREFIX_WORKERS")
-"""Variables that would replace the workers that are given here."""
+_NOT_INHERITED = ("HOTPREFIX_CONFIG", "HOTPREFIX_WORKERS", "HOTPREFIX_NODES")
+"""Variables that would replace the workers and nodes that are given here."""
 
 
-def worker_entry(engine: Engine) -> dict[str, Any]:
-    """The engine as an entry of ``workers`` in a gateway's configuration."""
+def worker_entry(engine: Engine, node: LocalNode | None = None) -> dict[str, Any]:
+    """The engine as an entry of ``workers`` in a gateway's configuration; ``node`` is the one it uses."""
     entry: dict[str, Any] = {"name": engine.name, "url": engine.url}
     if engine.events is not None:
         entry["events"] = {"endpoint": engine.events, "replay": engine.replay, "topic": engine.topic}
+    if node is not None:
+        entry["node"] = node.name
     return entry
 
 
@@ -30,8 +33,9 @@ def gateway_environ() -> dict[str, str]:
 
 
 class LocalGateway:
-    """A started gateway. ``config`` is what its configuration file says beyond workers and listeners,
-    ``flags`` are flags of ``hotprefix gateway``; the environment counts as usual."""
+    """A started gateway. ``config`` is what its configuration file says beyond workers, nodes and listeners,
+    ``flags`` are flags of ``hotprefix gateway``; the environment counts as usual. An engine's node is found
+    among ``nodes`` by its socket."""
 
     name = "gateway"
 
@@ -45,6 +49,7 @@ class LocalGateway:
         admin_port: int = 0,
         config: Mapping[str, Any] | None = None,
         flags: Sequence[str] = (),
+        nodes: Sequence[LocalNode] = (),
     ) -> None:
         self._ports = [Port(port)]
         try:
@@ -54,8 +59,12 @@ class LocalGateway:
             raise
         self.url, self.admin_url = (f"http://127.0.0.1:{held.number}" for held in self._ports)
         file = folder.path / f"gateway-{self._ports[0].number}.yaml"
-        workers = [worker_entry(engine) for engine in engines]
-        file.write_bytes(msgspec.yaml.encode({**(config or {}), "workers": workers}))
+        by_socket = {node.socket: node for node in nodes}
+        settings: dict[str, Any] = dict(config or {})
+        settings["workers"] = [worker_entry(one, by_socket.get(one.spec.node or "")) for one in engines]
+        if nodes:
+            settings["nodes"] = [node.entry for node in nodes]
+        file.write_bytes(msgspec.yaml.encode(settings))
         listen = ["--listen-host", "127.0.0.1", "--listen-port", str(self._ports[0].number)]
         listen += ["--admin-host", "127.0.0.1", "--admin-port", str(self._ports[1].number)]
         self._child = Child(

@@ -59,7 +59,7 @@ class RunFolder:
 class Child:
     """One command behind its guard (see ``hotprefix.guard``), in a session of its own; standard output
     and error go to ``log``, which is continued when ``keep_log``. If this process ends without
-    stopping it, the guard ends it and removes ``folder``."""
+    stopping it, the guard ends it and removes ``folder``. ``cwd`` is where it runs, ours by default."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Child:
         folder: RunFolder,
         env: Mapping[str, str],
         keep_log: bool = False,
+        cwd: Path | None = None,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -81,6 +82,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
+                cwd=cwd,
                 start_new_session=True,
             )
         self._orders = ours

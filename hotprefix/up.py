@@ -1,10 +1,11 @@
-"""``hotprefix up``: engines and a gateway on this machine, started together, stopped together."""
+"""``hotprefix up``: engines, a cache node and a gateway on this machine, started and stopped together."""
 
 import argparse
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -15,6 +16,7 @@ from hotprefix.engines import Engine, EngineSpec, Fleet, Part, allowed_cores, co
 from hotprefix.errors import UserError
 from hotprefix.home import Home, find_home
 from hotprefix.local_gateway import LocalGateway, gateway_environ
+from hotprefix.local_node import LocalNode
 from hotprefix.model import DEFAULT_MODEL, ensure_model, resolve, served_name
 from hotprefix.processes import Port
 from hotprefix.progress import Board, say_error
@@ -22,6 +24,8 @@ from loadtest.tinymodel import write_tiny_model
 
 _START_S = 600.0
 _LOOK_S = 0.5
+_RESTART_S = 5.0
+"""An engine that was healthy no longer than this would only end again."""
 _SIM_SPEEDS = ("--prefill-rate", "2000", "--decode-rate", "50")
 """About what SmolLM2 reaches on two cores."""
 
@@ -31,16 +35,19 @@ def main(arguments: Sequence[str]) -> int:
     options, gateway_flags = _parse(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    settings.load([*gateway_flags, "--workers", "http://127.0.0.1:1"], gateway_environ())
+    loaded = settings.load([*gateway_flags, "--workers", "http://127.0.0.1:1"], gateway_environ())
     for number in (options.port, options.admin_port):
         Port(number).close()  # a taken port is said before anything is set up or started
     home = find_home()
-    specs = _specs(options, home)
+    specs = _specs(options, home, loaded.config.secret_file)
     with Fleet(home) as fleet:
+        node: LocalNode | None = None
         gateway: LocalGateway | None = None
         try:
-            gateway = _start(fleet, specs, options, gateway_flags, home)
-            return _watch(fleet, gateway)
+            if _wants_node(options):
+                node = LocalNode(fleet.folder, fleet.logs, memory_bytes=options.node_gib << 30)
+            gateway = _start(fleet, specs, node, options, gateway_flags)
+            return _watch(fleet, gateway, node, _RESTART_S if options.restart else None)
         except KeyboardInterrupt:
             return 130
         finally:
@@ -49,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
             say_error("stopping …")
             if gateway is not None:
                 gateway.stop()
+            fleet.stop_engines()
+            if node is not None:
+                node.stop()
             fleet.stop()
             say_error("stopped")
 
@@ -56,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="hotprefix up",
-        description="Start engines and a gateway on this machine; Ctrl-C stops everything.",
+        description="Start engines, a cache node and a gateway on this machine; Ctrl-C stops everything.",
         epilog="Further flags are the gateway's, see hotprefix gateway --help. Logs lie in .hotprefix/logs.",
     )
     parser.add_argument("--engines", type=int, default=2, metavar="N", help="how many (2)")
@@ -72,13 +82,28 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--policy", metavar="NAME", help="how a replica is chosen (prefix)")
     parser.add_argument("--block-size", type=int, default=32, help="an engine's block, tokens (32)")
     parser.add_argument("--kv-gib", type=int, default=1, help="KV cache of each engine, GiB (1)")
+    parser.add_argument(
+        "--kv-blocks", type=int, metavar="N", help="cap it at N blocks, to see what happens beyond"
+    )
     parser.add_argument("--max-model-len", type=int, default=4096, help="longest prompt and answer (4096)")
+    parser.add_argument(
+        "--node-gib", type=int, default=2, metavar="N", help="memory of the cache node, GiB (2)"
+    )
+    parser.add_argument(
+        "--no-node", action="store_true", help="no cache node (simulated engines never have one)"
+    )
+    parser.add_argument("--restart", action="store_true", help="start an engine that ended anew")
     parser.add_argument("--no-events", action="store_true", help="engines say nothing of their cache")
     options, rest = parser.parse_known_args(arguments)
     if not 1 <= options.engines <= 64:
         raise UserError(f"--engines is a number from 1 to 64, not {options.engines}")
     if options.block_size < 1 or options.kv_gib < 1 or options.max_model_len < 1:
         raise UserError("--block-size, --kv-gib and --max-model-len are positive numbers")
+    if options.kv_blocks is not None and options.kv_blocks * options.block_size < options.max_model_len:
+        least = -(-options.max_model_len // options.block_size)
+        raise UserError(f"--kv-blocks {options.kv_blocks} holds no prompt of --max-model-len, {least} would")
+    if options.node_gib < 1:
+        raise UserError(f"--node-gib is a number from 1 on, not {options.node_gib}; --no-node starts none")
     if options.engine == "vllm" and options.block_size % 32:
         raise UserError(f"vLLM on CPU takes block sizes that are multiples of 32, not {options.block_size}")
     if options.policy is not None:
@@ -86,7 +111,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def _specs(options: argparse.Namespace, home: Home) -> list[EngineSpec]:
+def _wants_node(options: argparse.Namespace) -> bool:
+    return options.engine == "vllm" and not options.no_node
+
+
+def _specs(options: argparse.Namespace, home: Home, secret_file: str | None) -> list[EngineSpec]:
     """What to start; sets up the engine and the model first if they are needed and not there."""
     if options.engine == "vllm":
         ensure_engine(home, say_error)
@@ -100,8 +129,10 @@ def _specs(options: argparse.Namespace, home: Home) -> list[EngineSpec]:
         served_name=served_name(model) if options.model else DEFAULT_MODEL,
         block_size=options.block_size,
         kv_gib=options.kv_gib,
+        blocks=options.kv_blocks,
         max_model_len=options.max_model_len,
         events=not options.no_events,
+        secret_file=None if secret_file is None else str(Path(secret_file).absolute()),
         extra=_SIM_SPEEDS if options.engine == "sim" else (),
     )
     shares = core_shares(options.engines, allowed_cores())
@@ -114,24 +145,27 @@ def _specs(options: argparse.Namespace, home: Home) -> list[EngineSpec]:
 def _start(
     fleet: Fleet,
     specs: Sequence[EngineSpec],
+    node: LocalNode | None,
     options: argparse.Namespace,
     flags: Sequence[str],
-    home: Home,
 ) -> LocalGateway:
-    """Everything at once; the gateway finds the engines as they become healthy."""
-    say_error(f"starting {len(specs)} engines ({options.engine}) and a gateway; logs in {home.logs}")
+    """Everything at once; engines and gateway find each other and the node as each becomes ready."""
+    beside = "a gateway" if node is None else "a cache node and a gateway"
+    say_error(f"starting {len(specs)} engines ({options.engine}) and {beside}; logs in {fleet.logs}")
+    nodes = [] if node is None else [node]
     for spec in specs:
-        fleet.start_engine(spec)
+        fleet.start_engine(msgspec.structs.replace(spec, node=None if node is None else node.socket))
     gateway = LocalGateway(
         fleet.engines,
         fleet.folder,
-        home.logs,
+        fleet.logs,
         port=options.port,
         admin_port=options.admin_port,
         flags=flags,
+        nodes=nodes,
     )
     try:
-        parts: list[Part] = [*fleet.engines, gateway]
+        parts: list[Part] = [*nodes, *fleet.engines, gateway]
         wait_all(parts, _START_S, Board(say_error, [part.name for part in parts]))
     except BaseException:
         gateway.stop(0.0)
@@ -150,21 +184,30 @@ def greeting(url: str, model: str) -> str:
     )
 
 
-def _watch(fleet: Fleet, gateway: LocalGateway) -> int:
-    """Until interrupted. An engine's end is told and the others go on without it."""
-    alive: list[Engine] = list(fleet.engines)
+def _watch(fleet: Fleet, gateway: LocalGateway, node: LocalNode | None, restart_s: float | None) -> int:
+    """Until interrupted. The end of an engine or of the node is told, and the others go on without it; an
+    engine that had been healthy for ``restart_s`` seconds is started again."""
+    alive: dict[Engine, float | None] = dict.fromkeys(fleet.engines, time.monotonic())  # healthy since
     try:
-        while True:
+        while alive:
             time.sleep(_LOOK_S)
             if gateway.exit_code is not None:
                 say_error(f"gateway ended with status {gateway.exit_code}; its log:\n{gateway.tail()}")
                 return 1
+            if node is not None and node.exit_code is not None:
+                say_error(f"node ended with status {node.exit_code}; its log:\n{node.tail()}")
+                node = None
+            for engine in [one for one, since in alive.items() if since is None and one.healthy()]:
+                alive[engine] = time.monotonic()
             for engine in [engine for engine in alive if engine.exit_code is not None]:
-                alive.remove(engine)
                 say_error(f"{engine.name} ended with status {engine.exit_code}; its log:\n{engine.tail()}")
-            if not alive:
-                say_error("no engine is left")
-                return 1
+                since = alive.pop(engine)
+                if restart_s is not None and since is not None and time.monotonic() - since >= restart_s:
+                    say_error(f"{engine.name} is started again")
+                    engine.restart()
+                    alive[engine] = None
+        say_error("no engine is left")
+        return 1
     except KeyboardInterrupt:
         return 0
 

@@ -1,7 +1,8 @@
-"""``hotprefix bench engines``: what routing is worth on real engines.
+"""``hotprefix bench engines``: what routing, or the cache node, is worth on real engines.
 
-Scenario ``conversations``: several conversations of a few turns, each starting from a document of its
-own, the order shuffled anew each turn; the same texts under each policy, every cache emptied before.
+Scenario ``conversations``: several conversations of a few turns, each starting from a document of its own,
+the order shuffled anew each turn; the same texts under each policy, every cache emptied before. Scenario
+``node`` is in ``loadtest/bench_node_engines.py``.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from hotprefix.home import find_home
 from hotprefix.local_gateway import LocalGateway
 from hotprefix.model import DEFAULT_MODEL, ensure_model
 from hotprefix.progress import say_error
+from loadtest import bench_node_engines
 from loadtest.conversations import Conversation, conversations, shuffled
 from loadtest.report import claim, report, show
 
@@ -50,7 +52,7 @@ class Turn(msgspec.Struct):
 def main(arguments: Sequence[str]) -> int:
     """Entry of the command; returns 1 when a claim does not hold."""
     parser = argparse.ArgumentParser(prog="hotprefix bench engines", description=__doc__)
-    parser.add_argument("--scenario", choices=["conversations"], default="conversations")
+    parser.add_argument("--scenario", choices=["conversations", "node"], default="conversations")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--runs", type=int, default=5, help="how often each arm is run, interleaved")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further run after so long")
@@ -58,7 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight at once")
     parser.add_argument("--seed", type=int, default=1)
+    parts = bench_node_engines.PARTS
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of the scenario node")
     options = parser.parse_args(arguments)
+    if options.scenario == "node":
+        return show(bench_node_engines.run(options), "a cache node and real engines", options.json)
     return show(run(options), "conversations on two real engines", options.json)
 
 

@@ -42,7 +42,7 @@ FLOORS: dict[str, dict[int, str]] = {
     "cachenode": {
         3: "server publisher client attachment unix_path admin serve connectors",
         2: "store holdings sessions metrics",
-        1: "record wire shared arena directory records coming walk journal keys_file",
+        1: "record wire shared arena directory directory_view records coming walk journal keys_file",
     },
     "policies": {0: "choice routing eviction admission"},
 }
@@ -87,6 +87,7 @@ COUNTED = {
     ("cachenode/server.py", "_handle"): r"self\.errors \+= 1",
     ("cachenode/server.py", "_answer"): r"future\.set_exception\(error\)",
     ("cachenode/serve.py", "_run"): r"self\.failure = ",
+    ("cachenode/connectors/jobs.py", "_run"): r"self\.errors \+= 1",
     ("loadtest/sim/http.py", "_run"): r"self\._server\.errors \+= 1",
 }
 """The roots of tasks and threads that catch everything, each with the line that counts it."""

@@ -57,12 +57,12 @@ def test_platforms(system: str, machine: str, python: tuple[int, int], supported
 def test_an_environment_counts_only_with_the_stamp_of_these_pins(tmp_path: Path) -> None:
     home = Home(tmp_path)
     stamp = current_stamp(b"a==1\n")
-    assert not ready(home, stamp)
+    assert not ready(home.engine, stamp)
     home.engine.mkdir()
-    assert not ready(home, stamp)
+    assert not ready(home.engine, stamp)
     (home.engine / "hotprefix.stamp").write_text(stamp)
-    assert ready(home, stamp)
-    assert not ready(home, current_stamp(b"a==2\n"))
+    assert ready(home.engine, stamp)
+    assert not ready(home.engine, current_stamp(b"a==2\n"))
 
 
 def test_a_ready_environment_is_not_touched(tmp_path: Path) -> None:

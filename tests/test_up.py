@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,7 @@ def test_simulated_engines_serve_and_leave_nothing(how: signal.Signals, engines:
         parts = run.parts()
         ports = listening(parts)
         assert len(ports) == engines + 2
+        assert "node" not in run.said
         assert list((tmp_path / "t").glob("hp-*"))
         run.process.send_signal(how)
         assert run.wait() == (-9 if how == signal.SIGKILL else 0)
@@ -148,11 +150,31 @@ def test_the_others_go_on_without_an_engine_that_dies_later(tmp_path: Path) -> N
         assert "no engine is left" in run.said
 
 
+def test_an_engine_that_dies_is_started_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    with up(tmp_path, "--engine", "sim", "--engines", "1", "--restart", *ANY_PORT) as run:
+        run.wait_ready()
+        ready = time.monotonic()
+        line = next(line for line in run.printed.splitlines() if line.strip().startswith("curl"))
+        assert wait_until(lambda: time.monotonic() - ready > 6, 10)
+        os.kill(int(re.findall(r"engine-1 .*\(process (\d+)\)", run.said)[0]), signal.SIGKILL)
+        assert wait_until(lambda: "engine-1 is started again" in run.said, 30)
+        assert wait_until(lambda: answered(line), 30)
+
+
+def answered(line: str) -> bool:
+    try:
+        return "choices" in curl(line)
+    except (AssertionError, httpx.HTTPError):
+        return False
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
         (["--engines", "0"], "--engines is a number from 1 to 64"),
         (["--block-size", "16"], "multiples of 32"),
+        (["--kv-blocks", "100"], "--kv-blocks 100 holds no prompt of --max-model-len, 128 would"),
+        (["--node-gib", "0"], "--node-gib is a number from 1 on"),
         (["--policy", "prefx", "--engine", "sim"], "prefix"),
         (["--enginse", "2", "--engine", "sim"], "--enginse"),
         (["--engine", "sim", "--model", "./nowhere"], "there is no model folder ./nowhere"),
@@ -173,6 +195,12 @@ def test_a_taken_port_gets_a_line(tmp_path: Path) -> None:
             assert f"cannot use port {taken}" in run.said
 
 
+def _runs(part: psutil.Process, command: str) -> bool:
+    """Whether a process is ``hotprefix COMMAND`` itself, not its guard."""
+    words = part.cmdline()
+    return "guard.py" not in str(words) and words[1:4] == ["-m", "hotprefix.cli", command]
+
+
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 def test_real_engines_serve_and_leave_nothing(tmp_path: Path) -> None:
@@ -187,6 +215,11 @@ def test_real_engines_serve_and_leave_nothing(tmp_path: Path) -> None:
         line = next(line for line in run.printed.splitlines() if line.strip().startswith("curl"))
         assert json.dumps(curl(line)["usage"])
         parts = run.parts()
+        node = next(part for part in parts if _runs(part, "node"))
+        assert json.dumps(curl(line)["usage"])
+        node.kill()
+        assert wait_until(lambda: "node ended with status 137" in run.said, 30)
+        assert json.dumps(curl(line)["usage"])
         ports = listening(parts)
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 0

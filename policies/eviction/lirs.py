@@ -104,18 +104,19 @@ class Lirs:
     def victims(self, held: Callable[[int], bool]) -> Iterator[int]:
         """Those on probation, then hot ones, used longest ago first; parents when they are leaves."""
         named: set[int] = set()
-        while True:
+        went = True
+        while went:
+            went = False
             for record in self._on_probation(named):
                 named.add(record)
                 if not held(record):
+                    went = True
                     yield record
-            leaves = [n for n in self._upwards() if self._leaf(n) and n.record not in named]
-            for node in leaves:
-                named.add(node.record)
-                if self._leaf(node) and not held(node.record):
-                    yield node.record
-            if not leaves:
-                return
+            for record in self._in_the_stack(named):
+                named.add(record)
+                if not held(record):
+                    went = True
+                    yield record
 
     def _on_probation(self, named: set[int]) -> Iterator[int]:
         """Those not named yet, the first to go first, also while that changes."""
@@ -126,6 +127,17 @@ class Lirs:
             if first < 0:
                 return
             yield first
+
+    def _in_the_stack(self, named: set[int]) -> Iterator[int]:
+        """Leaves not named yet, from the bottom up, also while that changes."""
+        node = self._end.above
+        while node is not None and node is not self._end:
+            after = node.above
+            if self._leaf(node) and node.record not in named:
+                yield node.record
+                if after is not None and after.above is None:
+                    after = self._end.above
+            node = after
 
     @staticmethod
     def _leaf(node: _Node) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from cacheindex.keys import KEY_BYTES, Namespace, prompt_keys, proofs
 from cachenode import shared
 from cachenode.arena import Passage, Space
-from cachenode.directory import Directory, DirectoryView, Sizes
+from cachenode.directory import Directory
+from cachenode.directory_view import DirectoryView, Sizes
 from cachenode.record import PROOF_BYTES, Layout
 from cachenode.store import Store
 from cachenode.wire import Lease, Reserve

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheindex.keys import KEY_BYTES
-from cachenode.directory import Directory, DirectoryView, Sizes
+from cachenode.directory import Directory
+from cachenode.directory_view import DirectoryView, Sizes
 from cachenode.record import PROOF_BYTES
 
 
