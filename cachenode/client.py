@@ -6,10 +6,10 @@ absent, slow, replaced or hostile is a node that holds nothing. Not for two thre
 
 import mmap
 import random
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Literal
 
 from cachenode import shared, wire
@@ -160,11 +160,10 @@ class NodeClient:
             left = end - self._clock()
             if ticket not in self._waiting or left <= 0 or self._socket is None:
                 return None
-            self._socket.settimeout(left)
-            with suppress(OSError):
-                self._socket.recv(1, socket.MSG_PEEK)
-            if self._socket is not None:
-                self._socket.setblocking(False)
+            wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            waiter = select.poll()
+            waiter.register(self._socket, wanted)
+            waiter.poll(1000 * left)
 
     def close(self) -> None:
         """Ends the session; the client connects no more."""

@@ -85,11 +85,12 @@ class Directory(DirectoryView):
 
     def begins(self, place: bytes) -> bool:
         """Whether a record's first block is this."""
-        return self._find(place, 0) >= 0
+        return self._find(place, 0) is not None
 
     def ending(self, place: bytes) -> int:
         """The record whose last block this is, or -1."""
-        return self._find(place, LAST)
+        found = self._find(place, LAST)
+        return -1 if found is None else found[0]
 
     def generation(self, slot: int) -> int:
         return self._entry(slot)[0]
@@ -98,6 +99,12 @@ class Directory(DirectoryView):
         """All places of a findable record."""
         _, row, blocks = self._entry(slot)
         return bytes(self._buffer[row : row + KEY_BYTES * blocks])
+
+    def _place(self, slot: int, kind: int) -> bytes:
+        _, row, blocks = self._entry(slot)
+        if kind and blocks:
+            row += KEY_BYTES * (blocks - 1)
+        return bytes(self._buffer[row : row + KEY_BYTES])
 
     # ---- the hash table: linear probing, holes closed by moving what follows back ----
 
@@ -138,7 +145,7 @@ class Directory(DirectoryView):
         assert rows + self._space.free_bytes == self._space.total_bytes
         for slot in live:
             places = self.places(slot)
-            assert self._find(places[:KEY_BYTES], 0) >= 0
+            assert self.begins(places[:KEY_BYTES])
             assert self.ending(places[-KEY_BYTES:]) >= 0
         assert len(set(self._vacant)) == len(self._vacant)
         assert not set(self._vacant) & set(live)

@@ -17,6 +17,7 @@ MAGIC = b"hotpfx\x00\x01"
 HEAD = struct.Struct("<8sQQQ")
 ENTRY = struct.Struct("<QQQ")
 """Generation, offset of the row, blocks."""
+_GENERATION = struct.Struct("<Q")
 HEADER_BYTES = 4096
 ROW_UNIT = 64
 LAST = 1 << 31
@@ -77,6 +78,7 @@ class DirectoryView:
         self._buffer = buffer
         self._slots: memoryview[int] = buffer[HEADER_BYTES : sizes.entries_at].cast("Q")
         self._mask = slots - 1
+        self._entries_at, self._entries = sizes.entries_at, entries
 
     def match(self, places: bytes, proofs: bytes) -> int:
         """How many leading blocks of these can be read now. ``places``: 16 bytes a block, ``proofs``: 32."""
@@ -90,15 +92,17 @@ class DirectoryView:
 
     def check(self, slot: int, generation: int) -> bool:
         """Whether the entry still holds the record it held when it had this generation."""
-        return 0 <= slot < self._sizes.entries and self._entry(slot)[0] == generation
+        if not 0 <= slot < self._entries:
+            return False
+        now: int = _GENERATION.unpack_from(self._buffer, self._entries_at + ENTRY.size * slot)[0]
+        return now == generation
 
     def at(self, places: bytes, proofs: bytes | None, at: int) -> Found:
         """The record that begins at block number ``at`` of these; without ``proofs`` places alone count."""
-        place = places[KEY_BYTES * at : KEY_BYTES * (at + 1)]
-        slot = self._find(place, 0)
-        if slot < 0:
+        entry = self._find(places[KEY_BYTES * at : KEY_BYTES * (at + 1)], 0)
+        if entry is None:
             return _NOTHING
-        generation, row, blocks = self._entry(slot)
+        slot, generation, row, blocks = entry
         if generation & 1:
             return _NOTHING
         asked = min(blocks, len(places) // KEY_BYTES - at)
@@ -106,36 +110,31 @@ class DirectoryView:
         if proofs is not None and agreed:
             row += KEY_BYTES * blocks
             agreed = _equal(proofs, at, bytes(self._buffer[row : row + PROOF_BYTES * agreed]), PROOF_BYTES)
-        if self._entry(slot)[0] != generation:
+        if not self.check(slot, generation):
             return _NOTHING
         return Found(slot, agreed, generation)
 
     def _entry(self, slot: int) -> tuple[int, int, int]:
-        entry: tuple[int, int, int] = ENTRY.unpack_from(
-            self._buffer, self._sizes.entries_at + ENTRY.size * slot
-        )
+        entry: tuple[int, int, int] = ENTRY.unpack_from(self._buffer, self._entries_at + ENTRY.size * slot)
         return entry
 
-    def _find(self, place: bytes, kind: int) -> int:
-        """The entry whose first (``kind`` 0) or last place (``LAST``) this is, or -1."""
-        slots, mask = self._slots, self._mask
+    def _find(self, place: bytes, kind: int) -> tuple[int, int, int, int] | None:
+        """The slot and entry whose first (``kind`` 0) or last place (``LAST``) this is."""
+        slots, mask, buffer = self._slots, self._mask, self._buffer
         home = int.from_bytes(place[:8], "little")
         tag = home >> 32
         for probe in range(home, home + _MOST_PROBES):
             word: int = slots[probe & mask]
             if not word:
-                return -1
+                return None
             if word >> 32 == tag and word & LAST == kind:
                 slot = (word & INDEX) - 1
-                if slot < self._sizes.entries and self._place(slot, kind) == place:
-                    return slot
-        return -1
-
-    def _place(self, slot: int, kind: int) -> bytes:
-        _, row, blocks = self._entry(slot)
-        if kind and blocks:
-            row += KEY_BYTES * (blocks - 1)
-        return bytes(self._buffer[row : row + KEY_BYTES])
+                if slot < self._entries:
+                    generation, row, blocks = self._entry(slot)
+                    at = row + KEY_BYTES * (blocks - 1) if kind else row
+                    if buffer[at : at + KEY_BYTES] == place:
+                        return slot, generation, row, blocks
+        return None
 
 
 def _equal(asked: bytes, at: int, held: bytes, width: int) -> int:

@@ -17,6 +17,8 @@ MAX_KEYS = 4096
 RING_BATCHES = 16_384
 RING_BYTES = 16 * 1024 * 1024
 
+Told = tuple[int, list[tuple[str, str]]]
+"""Of a heartbeat: bytes used, and (worker, layout) of the open sessions."""
 Held = Callable[[], Iterator[tuple[str, int, bytes]]]
 
 
@@ -42,15 +44,16 @@ class Journal:
 
     # ---- batches ----
 
-    def take(self, now: float, used_bytes: int, serves: list[tuple[str, str]]) -> list[bytes]:
-        """Encoded batches of all that changed since, in order, and a heartbeat each second."""
+    def take(self, now: float, told: Callable[[], Told]) -> list[bytes]:
+        """Encoded batches of all that changed since, in order, and a heartbeat each second, for which
+        ``told`` is asked."""
         out: list[bytes] = []
         while self._changes:
             out.append(self._batch(self._events()))
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
-            beat = Heartbeat(self.seq, {"memory": used_bytes}, {}, serves)
-            out.append(self._batch([beat]))
+            used_bytes, serves = told()
+            out.append(self._batch([Heartbeat(self.seq, {"memory": used_bytes}, {}, serves)]))
         return out
 
     def _events(self) -> list[Event]:

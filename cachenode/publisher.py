@@ -5,13 +5,13 @@ Belongs to the server's thread: ``turn`` is called after each of its turns, and 
 
 import ipaddress
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import zmq
 
 from cacheindex.events import BadEvent, Replay, decode_request
-from cachenode.journal import Journal
+from cachenode.journal import Journal, Told
 
 MAX_QUESTION_BYTES = 1024
 MAX_ANSWERING = 16
@@ -59,13 +59,14 @@ class Publisher:
         """Readable when there may be a question."""
         return int(self._router.getsockopt(zmq.FD))
 
-    def turn(self, now: float, used_bytes: int, serves: list[tuple[str, str]]) -> bool:
+    def turn(self, now: float, told: Callable[[], Told]) -> bool:
         """Publishes what changed, goes on with answers; whether there is more to do."""
-        for data in self._journal.take(now, used_bytes, serves):
+        for data in self._journal.take(now, told):
             self.counters["batches"] += 1
             with suppress(zmq.Again):
                 self._pub.send_multipart([self._topic, data], zmq.NOBLOCK)
-        self._hear()
+        if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._hear()
         for _ in range(len(self._answers)):
             self._go_on(*self._answers.popleft())
         return bool(self._answers)

@@ -64,8 +64,7 @@ class Parts:
         self.failure = ""
 
     def _turn(self, now: float) -> bool:
-        held = self.store.used_bytes
-        return self.publisher.turn(now, held, self.server.sessions.serves())
+        return self.publisher.turn(now, lambda: (self.store.used_bytes, self.server.sessions.serves()))
 
     def _run(self) -> None:
         try:

@@ -24,7 +24,7 @@ from hotprefix.local_node import LocalNode
 from hotprefix.model import DEFAULT_MODEL, ensure_model
 from hotprefix.progress import say_error
 from loadtest.node_claims import Samples, claims, figures, lmcache_store_rate
-from loadtest.node_phases import Phases, Sizes
+from loadtest.node_phases import FIRST_LOADS, Phases, Sizes
 from loadtest.node_requests import session
 from loadtest.peers import LMCACHE_CHUNK, LMCacheServer, ensure_lmcache
 from loadtest.report import report
@@ -145,13 +145,15 @@ class _Bench:
         say_error("a stream beside first reads …")
         samples.itl = await phases.itl(ours, plain, many.itl_pairs)
         say_error("the other engine …")
-        known = first.prompts[-many.others :]
+        known, spare = first.prompts[-many.others :], first.prompts[-many.others - FIRST_LOADS : -many.others]
+        await phases.once(other, spare)
         samples.other_engine = await phases.other_engine(other, known)
         say_error("a restart …")
         before = [hit for _, hit in samples.other_engine]
         engines[1].restart()
         await asyncio.to_thread(engines[1].wait_healthy)
         await phases.warm_up([other])
+        await phases.once(other, spare)
         after = await phases.once(other, known)
         samples.restart = [(seen.ttft, was) for seen, was in zip(after, before, strict=True)]
 

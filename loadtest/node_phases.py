@@ -20,6 +20,8 @@ Pair = tuple[float, float]
 T = TypeVar("T")
 
 POLL_S = 0.002
+FIRST_LOADS = 2
+"""An engine's first loads are slower, as its first requests are."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,9 +158,10 @@ class Phases:
         count: int,
     ) -> list[Transfers]:
         """For each of several systems: a prompt is computed by its writer, then asked of its reader twice.
-        ``stored``: its counter, and how much that counts for one prompt."""
+        ``stored``: its counter, and how much that counts for one prompt. The first ``FIRST_LOADS`` are not
+        counted."""
         found = [Transfers() for _ in writers]
-        for number in range(count):
+        for number in range(count + FIRST_LOADS):
             ids = self._text(f"transfer {number}", self._sizes.document)
             for system in _in_turn(range(len(writers)), number):
                 counter, much = stored[system]
@@ -166,7 +169,7 @@ class Phases:
                 seen = await ask(self._client, writers[system], ids)
                 found[system].stores.append(await self._readable(seen, counter, before + much))
                 found[system].loads.append(await self._twice(readers[system], ids))
-        return found
+        return [Transfers(one.loads[FIRST_LOADS:], one.stores[FIRST_LOADS:]) for one in found]
 
     async def rereads(self, urls: Sequence[str], documents: int, passes: int) -> list[list[Pair]]:
         """Documents that do not fit an engine's KV, read in turn; for each engine the pairs (TTFT of a read,

@@ -125,14 +125,14 @@ class Prefixes:
             return cache, 0
         keys, proofs = names.keys(0, held), names.proofs(0, held)
         reply = self._answer(self._client.lease(0, keys, proofs, names.adapter))
-        if not isinstance(reply, Leased):
+        if not isinstance(reply, Leased) or not reply.lease:
             return cache, 0
         try:
             states, length = self._read(reply, place)
         finally:
             self._client.release([reply.lease])
-        for layer, (keys, values) in enumerate(states if length else ()):
-            cache.update(keys[:, :, :length], values[:, :, :length], layer)
+        for layer, pair in enumerate(states if length else ()):
+            cache.update(pair[0][:, :, :length], pair[1][:, :, :length], layer)
         return cache, length
 
     def _write(self, cache: DynamicCache, grants: Sequence[Grant], place: Place) -> None:
@@ -160,6 +160,8 @@ class Prefixes:
         transfer = Transfer(Blocks(states, of), rank=0)
         for number, piece in enumerate(leased.pieces):
             ids = range(piece.first, piece.first + piece.blocks)
+            if ids.start * of.block_tokens != length:
+                break
             if not transfer.load(place, leased.lease, number, piece, ids):
                 break
             length = ids.stop * of.block_tokens

@@ -10,6 +10,10 @@ from tests.cachenode.stores import Room, layout, prompt
 BLOCK = 4096
 
 
+def nothing() -> journal.Told:
+    return 0, []
+
+
 class Follower:
     """Applies batches as the index does."""
 
@@ -37,7 +41,7 @@ def test_batches_are_numbered_and_neighbours_are_one_event() -> None:
         told.stored("one", 32, key)
     told.removed("one", 32, b"a" * 16)
     told.stored("two", 64, b"c" * 16)
-    batches = [decode_batch(data) for data in told.take(0.0, 7, [("w", "one")])]
+    batches = [decode_batch(data) for data in told.take(0.0, lambda: (7, [("w", "one")]))]
     assert [batch.seq for batch in batches] == [0, 1]
     assert {batch.epoch for batch in batches} == {"life"}
     assert batches[0].events == [
@@ -51,14 +55,14 @@ def test_batches_are_numbered_and_neighbours_are_one_event() -> None:
 def test_a_heartbeat_each_second_and_nothing_else_when_idle() -> None:
     told = Journal("n", "life")
     times = [step / 10 for step in range(41)]
-    assert sum(len(told.take(now, 0, [])) for now in times) == 5
+    assert sum(len(told.take(now, nothing)) for now in times) == 5
 
 
 def test_large_changes_are_cut() -> None:
     told = Journal("n", "life")
     for number in range(journal.MAX_KEYS * 2 + 5):
         told.stored("one", 32, number.to_bytes(16, "big"))
-    batches = told.take(0.0, 0, [])
+    batches = told.take(0.0, nothing)
     assert len(batches) == 4
     follower = Follower()
     for data in batches:
@@ -68,7 +72,7 @@ def test_large_changes_are_cut() -> None:
 
 def test_replay_gives_what_is_kept() -> None:
     told = Journal("n", "life")
-    said = [told.take(float(second), 0, [])[0] for second in range(10)]
+    said = [told.take(float(second), nothing)[0] for second in range(10)]
     assert list(told.replay(4)) == said[4:]
     assert list(told.replay(99)) == []
 
@@ -76,7 +80,7 @@ def test_replay_gives_what_is_kept() -> None:
 def test_the_ring_is_bounded() -> None:
     told = Journal("n", "life")
     for second in range(journal.RING_BATCHES + 10):
-        told.take(float(2 * second), 0, [])
+        told.take(float(2 * second), nothing)
     assert len(list(told.replay(0))) == journal.RING_BATCHES
 
 
@@ -99,13 +103,13 @@ def test_a_snapshot_in_parts_while_the_store_changes() -> None:
 
         for _ in range(20):
             change()
-        told.take(0.0, 0, [])
+        told.take(0.0, nothing)
         parts = told.snapshot()
         follower, later, upto = Follower(), list[bytes](), set[int]()
         for part in parts:
             upto.add(follower.apply(part).seq)
             change()
-            later += told.take(0.0, 0, [])
+            later += told.take(0.0, nothing)
         assert len(upto) == 1
         for data in later:
             assert follower.apply(data).seq > max(upto)
@@ -119,6 +123,6 @@ def test_a_snapshot_in_parts_while_the_store_changes() -> None:
 
 def test_an_empty_node_answers_too() -> None:
     told = Journal("n", "life")
-    told.take(0.0, 0, [])
+    told.take(0.0, nothing)
     (part,) = told.snapshot()
     assert decode_batch(part).events == []

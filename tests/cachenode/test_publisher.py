@@ -32,7 +32,7 @@ class Scene:
 
     def turn(self) -> bool:
         self.now += 0.3
-        return self.publisher.turn(self.now, 5, [("w", "one")])
+        return self.publisher.turn(self.now, lambda: (5, [("w", "one")]))
 
     def answers(self, dealer: Any) -> list[bytes]:
         found: list[bytes] = []

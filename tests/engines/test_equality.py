@@ -22,8 +22,8 @@ from hotprefix.progress import say_error
 from tests.engines.equality_texts import prompts
 
 PROMPTS = prompts(100)
-WORDS = 20
-TOGETHER = 5
+WORDS = 16
+TOGETHER = 8
 """Prompts in one request; an engine writes their answers together."""
 
 BLOCK = 32
