@@ -15,7 +15,7 @@ HEARTBEAT_S = 1.0
 MAX_KEYS = 4096
 """Of one batch."""
 RING_BATCHES = 16_384
-RING_BYTES = 16 * 1024 * 1024
+RING_BYTES = 4 * 1024 * 1024
 
 Told = tuple[int, list[tuple[str, str]]]
 """Of a heartbeat: bytes used, and (worker, layout) of the open sessions."""

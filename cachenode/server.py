@@ -208,7 +208,8 @@ class Server:
                 log.exception("a request failed with %s", type(error).__name__)
                 text = "the node made a mistake; its log says more"
                 done = Answer(wire.Failed(wire.request_id(body), self.boot, "internal", text))
-            self._reply(connection, done.reply, self._descriptors(connection.peer) if done.memory else [])
+            descriptors = [] if done.memory == "none" else self._descriptors(connection.peer, done.memory)
+            self._reply(connection, done.reply, descriptors)
         if connection.sock.fileno() in self._connections:
             self._watch(connection)
 
@@ -223,11 +224,9 @@ class Server:
             at += length
         return Answer(wire.Done(moved.id, self.boot, 1))
 
-    def _descriptors(self, peer: Peer) -> list[int]:
-        """What goes with a welcome; from now on the end of a worker's process is watched."""
-        if peer.role == "scheduler":
-            return [self._memory.directory_fd]
-        if peer.pid not in self.sessions.mapping:
+    def _descriptors(self, peer: Peer, memory: str) -> list[int]:
+        """What goes with a welcome; from now on the end of a process that maps the arena is watched."""
+        if memory == "directory":
             return [self._memory.directory_fd]
         if peer.pid not in self._processes:
             try:

@@ -6,7 +6,7 @@ No sockets: request bodies in, replies out. Every request gets exactly one reply
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -37,10 +37,10 @@ class Peer:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``memory``: the arena's and directory's descriptors go with the reply, as far as its role maps them."""
+    """``memory``: which descriptors go with the reply."""
 
     reply: wire.Reply
-    memory: bool = False
+    memory: Literal["none", "directory", "both"] = "none"
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -188,7 +188,8 @@ class Sessions:
         arena, directory = self._memory
         size = directory if ask.role == "scheduler" else arena
         welcome = wire.Welcome(ask.id, self._boot, self._node, known.fingerprint, known.mode, size, directory)
-        return Answer(welcome, memory=True)
+        maps = ask.role == "worker" and known.mode == "map"
+        return Answer(welcome, "both" if maps else "directory")
 
     def _open(self, peer: Peer, ask: wire.Hello) -> _Session:
         if ask.session in self._sessions:
@@ -223,6 +224,8 @@ class Sessions:
         if known is None or known.lost:
             return []
         known.lost = True
+        if not self._store.open_reservations(session) and not self._store.open_leases(session):
+            known.mapping.clear()  # There is nothing that anybody could be copying.
         self._store.lost(session)
         self.counters["sessions_lost"] += 1
         self._settle(session, known)
