@@ -82,6 +82,9 @@ def _guard(digests: list[bytes]) -> Any:
             given = request.headers.get("authorization", "")
             if not admitted(given, digests):
                 return _failed(401, "an admin's API key is needed: Authorization: Bearer KEY")
+        if request.method == "POST" and request.content_type != "application/json":
+            # A page in a browser can send other types here without being asked.
+            return _failed(415, "send content-type: application/json")
         try:
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:

@@ -1,5 +1,6 @@
 """A worker's side of a session: the node's memory as this process maps it, or in copy mode the socket."""
 
+import logging
 import socket
 import threading
 from typing import Self
@@ -7,7 +8,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from cachenode import shared, wire
+from cachenode import shared, unix_path, wire
 from cachenode.directory_view import DirectoryView
 from cachenode.record import Layout
 
@@ -16,6 +17,8 @@ COPY_S = 10.0
 """Longest wait for a reply in copy mode; without one the attachment is over."""
 
 Bytes = npt.NDArray[np.uint8]
+
+log = logging.getLogger("vllm.hotprefix")
 
 
 class Attachment:
@@ -44,6 +47,8 @@ class Attachment:
         try:
             sock.settimeout(JOIN_S)
             sock.connect(path)
+            if not unix_path.is_ours(sock):
+                raise PermissionError("the node is another user's")
             hello = wire.Hello(
                 id=1,
                 version=wire.VERSION,
@@ -64,7 +69,8 @@ class Attachment:
                 arena = np.frombuffer(mapped, np.uint8)
             directory = shared.map_fd(descriptors[-1], welcome.directory_bytes, write=False)
             return cls(sock, welcome, arena, DirectoryView(memoryview(directory)))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            log.warning("rank %d cannot join the node at %s: %s", rank, path, error)
             sock.close()
             return None
         finally:
@@ -139,7 +145,8 @@ def _welcome(sock: socket.socket) -> tuple[wire.Welcome, list[int]]:
                 reply = wire.reply(body)
                 if isinstance(reply, wire.Welcome):
                     return reply, descriptors
-                raise ValueError("the node does not take this worker")
+                said = reply.message if isinstance(reply, wire.Failed) else "it did not say why"
+                raise ValueError(f"the node does not take this worker: {said}")
     except (OSError, ValueError):
         shared.close(descriptors)
         raise

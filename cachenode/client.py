@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cachenode import shared, wire
+from cachenode import shared, unix_path, wire
 from cachenode.directory_view import DirectoryView
 from cachenode.record import Layout, moved, realm
 
@@ -20,6 +20,8 @@ MAX_UNSENT = 8 * 1024 * 1024
 """More is not sent to a node that does not read."""
 RETRY_S = (0.1, 5.0)
 HELLO_S = 10.0
+REPLY_S = 2.0
+"""A node that leaves a request unanswered for so long is taken for gone, until it greets again."""
 _REALMS = 1024
 _MOST_ENDED = 64
 _READ = 1024 * 1024
@@ -66,6 +68,7 @@ class NodeClient:
         self._frames = wire.Frames()
         self._unsent = bytearray()
         self._waiting: set[int] = set()
+        self._asked: deque[tuple[int, float]] = deque()
         self._replies: deque[wire.Reply] = deque()
 
     @property
@@ -135,6 +138,9 @@ class NodeClient:
                 self._connect()
         elif self._state == "greeting" and self._clock() > self._hello_until:
             self._lose()
+        elif self._is_stuck():
+            self._pause = RETRY_S[1]
+            self._lose()
         self._flush()
         self._receive()
         if self._state == "open" and self._ended:
@@ -165,6 +171,12 @@ class NodeClient:
             waiter.register(self._socket, wanted)
             waiter.poll(1000 * left)
 
+    def _is_stuck(self) -> bool:
+        """Whether the node has not answered for so long that it is taken for gone."""
+        while self._asked and self._asked[0][0] not in self._waiting:
+            self._asked.popleft()
+        return bool(self._asked) and self._clock() - self._asked[0][1] > REPLY_S
+
     def close(self) -> None:
         """Ends the session; the client connects no more."""
         self._lose()
@@ -178,6 +190,8 @@ class NodeClient:
         sock.setblocking(False)
         try:
             sock.connect(self._path)
+            if not unix_path.is_ours(sock):
+                raise PermissionError("the node is another user's")
         except OSError:
             sock.close()
             self._later()
@@ -221,13 +235,17 @@ class NodeClient:
         return self._ticket
 
     def _send(self, request: wire.Request, number: int) -> int | None:
-        if self._state != "open" or len(self._unsent) > MAX_UNSENT:
+        if self._state != "open":
+            return None
+        if len(self._unsent) > MAX_UNSENT:
+            self._lose()  # Rather than leave out a release: the node then settles the session as a whole.
             return None
         try:
             self._unsent += wire.frame(request)
         except ValueError:
             return None
         self._waiting.add(number)
+        self._asked.append((number, self._clock()))
         self._flush()
         return number if self._state == "open" else None
 

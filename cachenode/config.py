@@ -71,8 +71,8 @@ def endpoints_of(config: Node) -> tuple[str, str]:
     """Events and replay."""
     path = socket_of(config)
     return (
-        config.events.endpoint or f"ipc://{path.with_suffix('.events')}",
-        config.events.replay or f"ipc://{path.with_suffix('.replay')}",
+        config.events.endpoint or f"ipc://{path}.events",
+        config.events.replay or f"ipc://{path}.replay",
     )
 
 

@@ -23,7 +23,7 @@ def problems(config: Node) -> list[Problem]:
 def _plain(config: Node) -> Iterator[Problem]:
     if config.name and not NAME.fullmatch(config.name):
         yield "name", f"{config.name!r} is no name: letters, digits and . _ : -, at most 128"
-    if len(str(socket_of(config)).encode()) > MAX_PATH_BYTES:
+    if len(f"{socket_of(config)}.events".encode()) > MAX_PATH_BYTES:
         yield "socket", f"is longer than {MAX_PATH_BYTES} bytes; choose a shorter path"
     if not LEAST_BYTES <= config.memory.bytes < 2**48:
         yield "memory.bytes", f"is {config.memory.bytes}; give at least {LEAST_BYTES}, in bytes"

@@ -1,11 +1,8 @@
 """The directory's writer: records come and go, in the order that readers without locks need."""
 
-import struct
-
 from cacheindex.keys import KEY_BYTES
 from cachenode.arena import Space
 from cachenode.directory_view import (
-    ENTRY,
     HEAD,
     INDEX,
     LAST,
@@ -39,11 +36,6 @@ class Directory(DirectoryView):
         """Whether no entry is left."""
         return not self._vacant and self._fresh >= self._sizes.entries
 
-    @property
-    def entries(self) -> int:
-        """Entries that were ever used: slots are below this."""
-        return self._fresh
-
     def add(self, places: bytes, proofs: bytes) -> Found | None:
         """A new record, whose first place no other has; None where the directory is full."""
         data = places + proofs
@@ -58,9 +50,9 @@ class Directory(DirectoryView):
         blocks = len(places) // KEY_BYTES
         self._buffer[row : row + len(data)] = data
         generation = (self._entry(slot)[0] | 1) + 1
-        at = self._sizes.entries_at + ENTRY.size * slot
-        ENTRY.pack_into(self._buffer, at, generation - 1, row, blocks)
-        struct.pack_into("<Q", self._buffer, at, generation)
+        words, at = self._words, 3 * slot
+        words[at], words[at + 1], words[at + 2] = generation - 1, row, blocks
+        words[at] = generation
         self._insert(places[:KEY_BYTES], slot, 0)
         self._insert(places[-KEY_BYTES:], slot, LAST)
         self.records += 1
@@ -70,13 +62,13 @@ class Directory(DirectoryView):
         """Nobody finds it from now on; its generation is over, its entry stays taken."""
         generation, row, blocks = self._entry(slot)
         assert not generation & 1, "hidden twice"
-        at = self._sizes.entries_at + ENTRY.size * slot
-        struct.pack_into("<Q", self._buffer, at, generation + 1)
+        words, at = self._words, 3 * slot
+        words[at] = generation + 1
         self._delete(self._place(slot, 0), slot, 0)
         self._delete(self._place(slot, LAST), slot, LAST)
         size = blocks * (KEY_BYTES + PROOF_BYTES)
         self._space.free([(row - self._sizes.rows_at, size)])
-        ENTRY.pack_into(self._buffer, at, generation + 1, 0, 0)
+        words[at + 1] = words[at + 2] = 0
         self.records -= 1
 
     def vacate(self, slot: int) -> None:

@@ -4,7 +4,8 @@ An entry stands for a record. A hash table leads from the *place* of a record's 
 writer alone, from that of its last) to the entry, the entry to its row: all places of the record, then all
 its proofs. Readers in other processes may meet the table in the middle of a change: they compare whole places
 and proofs, and an entry's generation before and after; so they may miss what is there, and never find what is
-not. A generation is odd while its entry is empty or being changed, and never comes twice.
+not. A generation is odd while its entry is empty or being changed, and never comes twice; 0 is that of an
+entry never used, to which no word of the hash table leads. Writes are in the order of the code: x86 keeps it.
 """
 
 import struct
@@ -15,9 +16,7 @@ from cachenode.record import PROOF_BYTES
 
 MAGIC = b"hotpfx\x00\x01"
 HEAD = struct.Struct("<8sQQQ")
-ENTRY = struct.Struct("<QQQ")
-"""Generation, offset of the row, blocks."""
-_GENERATION = struct.Struct("<Q")
+ENTRY_BYTES = 24
 HEADER_BYTES = 4096
 ROW_UNIT = 64
 LAST = 1 << 31
@@ -51,7 +50,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows_at(self) -> int:
-        return -(-(self.entries_at + ENTRY.size * self.entries) // HEADER_BYTES) * HEADER_BYTES
+        return -(-(self.entries_at + ENTRY_BYTES * self.entries) // HEADER_BYTES) * HEADER_BYTES
 
 
 class Found(NamedTuple):
@@ -78,7 +77,11 @@ class DirectoryView:
         self._buffer = buffer
         self._slots: memoryview[int] = buffer[HEADER_BYTES : sizes.entries_at].cast("Q")
         self._mask = slots - 1
-        self._entries_at, self._entries = sizes.entries_at, entries
+        self._entries = entries
+        end = sizes.entries_at + ENTRY_BYTES * entries
+        self._words: memoryview[int] = buffer[sizes.entries_at : end].cast("Q")
+        """Of each entry its generation, the offset of its row, its blocks: read and written as whole words,
+        so that no reader sees half of one."""
 
     def match(self, places: bytes, proofs: bytes) -> int:
         """How many leading blocks of these can be read now. ``places``: 16 bytes a block, ``proofs``: 32."""
@@ -94,8 +97,7 @@ class DirectoryView:
         """Whether the entry still holds the record it held when it had this generation."""
         if not 0 <= slot < self._entries:
             return False
-        now: int = _GENERATION.unpack_from(self._buffer, self._entries_at + ENTRY.size * slot)[0]
-        return now == generation
+        return self._words[3 * slot] == generation
 
     def at(self, places: bytes, proofs: bytes | None, at: int) -> Found:
         """The record that begins at block number ``at`` of these; without ``proofs`` places alone count."""
@@ -115,8 +117,8 @@ class DirectoryView:
         return Found(slot, agreed, generation)
 
     def _entry(self, slot: int) -> tuple[int, int, int]:
-        entry: tuple[int, int, int] = ENTRY.unpack_from(self._buffer, self._entries_at + ENTRY.size * slot)
-        return entry
+        words, at = self._words, 3 * slot
+        return words[at], words[at + 1], words[at + 2]
 
     def _find(self, place: bytes, kind: int) -> tuple[int, int, int, int] | None:
         """The slot and entry whose first (``kind`` 0) or last place (``LAST``) this is."""

@@ -113,6 +113,13 @@ class Holdings:
         self.records.readers(slot, -1)
         self.records.lost(slot, 1)
 
+    def expect(self, reservation: Reservation, more: int) -> None:
+        """Its parent must stay until it is committed or given up, or nobody could find it."""
+        slot, _ = reservation.parent
+        if slot >= 0:
+            self.records.expect(slot, more)
+            self._let_go(slot)
+
     def room(self, block: int, wanted: int, protected: set[int]) -> int:
         """Makes room for as many of ``wanted`` blocks of so many bytes as can be had, in one record; how
         many. ``protected`` ones and what they need stay."""

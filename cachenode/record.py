@@ -77,20 +77,3 @@ def moved(packed: bytes, by: bytes) -> bytes:
     return (int.from_bytes(packed, "little") ^ int.from_bytes(pattern, "little")).to_bytes(
         len(packed), "little"
     )
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Blocks ``first`` to ``first + blocks`` of a prompt, all in one chunk."""
-
-    first: int
-    blocks: int
-
-
-def chunks(first: int, blocks: int, chunk_blocks: int) -> list[Run]:
-    """The blocks from ``first`` on, cut where a chunk ends."""
-    runs, end = [], first + blocks
-    while first < end:
-        stop = min(end, (first // chunk_blocks + 1) * chunk_blocks)
-        runs.append(Run(first, stop - first))
-        first = stop
-    return runs

@@ -36,13 +36,14 @@ class Records:
         self._readers = array("i")
         self._lost = array("i")
         self._pins = array("i")
+        self._expected = array("i")
 
     def put(self, slot: int, passages: list[Passage], size: int, realm: int, serial: int) -> None:
         """A new record in an empty slot."""
         while slot >= len(self.serial):
             for column in (self._offset, self._bytes, self.serial):
                 column.append(0)
-            for column in (self.realm, self._readers, self._lost, self._pins):
+            for column in (self.realm, self._readers, self._lost, self._pins, self._expected):
                 column.append(0)
         self._offset[slot], self._bytes[slot] = passages[0][0], size
         if len(passages) > 1:
@@ -63,8 +64,9 @@ class Records:
         return self._scattered.get(slot) or [(self._offset[slot], self._bytes[slot])]
 
     def needed(self, slot: int) -> bool:
-        """Whether it must stay: read, pinned, or perhaps still being read by a lost session."""
-        return bool(self._readers[slot] or self._lost[slot] or self._pins[slot])
+        """Whether it must stay: read, pinned, to have a child soon, or perhaps still being read by a lost
+        session."""
+        return bool(self._readers[slot] or self._lost[slot] or self._pins[slot] or self._expected[slot])
 
     def readers(self, slot: int, more: int) -> None:
         """So many leases more (or fewer) read it."""
@@ -73,6 +75,11 @@ class Records:
     def lost(self, slot: int, more: int) -> None:
         """So many lost leases more (or fewer) may read it."""
         self._count(slot, self._lost, more)
+
+    def expect(self, slot: int, more: int) -> None:
+        """So many reservations more (or fewer) continue its prompt."""
+        self._expected[slot] += more
+        assert self._expected[slot] >= 0, "one child too many"
 
     def pin(self, slot: int, more: int) -> bool:
         """One pin more or fewer; False where there is none to take."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import threading
@@ -45,7 +46,8 @@ class Parts:
         space = Space(config.memory.bytes)
         memory, table = _memory(config, space.total_bytes, sizes.bytes)
         directory = Directory(table, sizes)
-        shared.seal(memory.directory_fd)
+        shared.seal(memory.directory_fd, writers=False)
+        shared.seal(memory.arena_fd, writers=True)
         self.journal = Journal(self.name, self.boot)
         policy = eviction.build(config.eviction, space.total_bytes)
         self.store = Store(space, directory, policy, self.journal)
@@ -82,7 +84,7 @@ class Parts:
         return f"the owner thread has not turned for {silent:.0f} s" if silent > STALE_S else ""
 
     def readiness(self) -> str:
-        return "" if self.server.turns and self.path.exists() else "the control socket is not open"
+        return "" if self.server.turns and self.server.reachable() else "the control socket is not open"
 
     def status(self) -> Status:
         return self.server.call(self._status, CALL_S)
@@ -148,6 +150,8 @@ def run(config: Node) -> int:
     )
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     digests = admin_digests(Path(config.keys_file)) if config.keys_file else []
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three files for each engine
     parts = Parts(config)
     parts.thread.start()
     try:

@@ -4,6 +4,7 @@ Connections are bounded in number, in what they let wait, and in the time they m
 threads hand it work with ``call``.
 """
 
+import errno
 import logging
 import os
 import selectors
@@ -93,7 +94,7 @@ class Server:
         self._by_peer: dict[Peer, _Connection] = {}
         self._processes: dict[int, int] = {}
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._stopping = self._more = False
+        self._stopping = self._more = self._deaf = False
         self._ticked_at = float("-inf")
 
     def wake_on(self, descriptor: int) -> None:
@@ -165,7 +166,12 @@ class Server:
         for _ in range(unix_path.BACKLOG):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._deaf:
+                    self._deaf = True  # Until the next tick, or it would be ready again and again.
+                    self._selector.unregister(self._listener)
                 return
             pid, uid = unix_path.peer(sock)
             if uid not in (0, os.geteuid()) or len(self._connections) >= MAX_CONNECTIONS:
@@ -192,7 +198,8 @@ class Server:
         try:
             connection.waiting.extend(connection.frames.feed(data))
         except wire.BadFrame as error:
-            self._reply(connection, wire.Failed(-1, self.boot, "bad_frame", str(error), fatal=True))
+            failed = wire.Failed(-1, self.boot, "bad_frame", str(error), fatal=True)
+            self._reply(connection, failed, wire.frame(failed), [])
 
     def _handle(self, connection: _Connection) -> None:
         """A bounded number of requests; the rest waits for the next turn, and so does the sender."""
@@ -200,16 +207,20 @@ class Server:
             if not connection.waiting or connection.ending:
                 break
             body = connection.waiting.popleft()
+            descriptors: list[int] = []
             try:
                 answer = self.sessions.handle(connection.peer, body)
                 done = self._copied(answer) if isinstance(answer, Moved) else answer
+                if done.memory != "none":
+                    descriptors = self._descriptors(connection.peer, done.memory)
+                data = wire.frame(done.reply)
             except Exception as error:  # The root of every request: a fault of ours must not end the node.
                 self.errors += 1
                 log.exception("a request failed with %s", type(error).__name__)
-                text = "the node made a mistake; its log says more"
-                done = Answer(wire.Failed(wire.request_id(body), self.boot, "internal", text))
-            descriptors = [] if done.memory == "none" else self._descriptors(connection.peer, done.memory)
-            self._reply(connection, done.reply, descriptors)
+                text = "the node could not answer; its log says more"
+                done = Answer(wire.Failed(-1, self.boot, "internal", text, fatal=True))
+                data, descriptors = wire.frame(done.reply), []
+            self._reply(connection, done.reply, data, descriptors)
         if connection.sock.fileno() in self._connections:
             self._watch(connection)
 
@@ -247,11 +258,8 @@ class Server:
             self._close(connection)
         self.sessions.exited(pid)
 
-    def _reply(
-        self, connection: _Connection, reply: wire.Reply, descriptors: list[int] | None = None
-    ) -> None:
-        data = wire.frame(reply)
-        connection.unsent.append((data, descriptors or []))
+    def _reply(self, connection: _Connection, reply: wire.Reply, data: bytes, descriptors: list[int]) -> None:
+        connection.unsent.append((data, descriptors))
         connection.unsent_bytes += len(data)
         if isinstance(reply, wire.Failed) and reply.fatal:
             connection.ending = True
@@ -284,14 +292,18 @@ class Server:
             self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Reads only while nothing that was read waits, writes only while there is something unsent."""
-        events = selectors.EVENT_WRITE if connection.unsent else 0
-        if not connection.waiting:
-            events |= selectors.EVENT_READ
+        """Reads only while nothing that was read waits and all was sent: who does not take its replies is
+        not listened to."""
+        events = selectors.EVENT_READ
+        if connection.unsent or connection.waiting:
+            events = selectors.EVENT_WRITE if connection.unsent else 0
         if events and self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
     def _cut_silent(self, now: float) -> None:
+        if self._deaf:
+            self._deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         for connection in list(self._connections.values()):
             if connection.peer.role is None and now > connection.deadline:
                 self._close(connection)
@@ -325,6 +337,13 @@ class Server:
         self._selector.close()
         for end in (self._listener, self._ear, self._mouth):
             end.close()
+
+    def reachable(self) -> bool:
+        """Whether engines that look for the path find this server there."""
+        try:
+            return unix_path.identity(self.path) == self._identity
+        except OSError:
+            return False
 
     def connections(self) -> int:
         return len(self._connections)

@@ -17,7 +17,7 @@ from cachenode.store import Store
 
 MAX_SESSIONS = 256
 """Open and quarantined ones together."""
-MAX_OPEN = 262_144
+MAX_OPEN = 16_384
 """Open reservations, and leases, of one session."""
 T = TypeVar("T")
 
@@ -179,6 +179,9 @@ class Sessions:
             ask.layout.check()
         except BadLayout as error:
             raise _Refused("layout", str(error), fatal=True) from error
+        if ask.layout.record_bytes(1) > self._memory[0]:
+            text = f"a block of this layout has {ask.layout.record_bytes(1)} bytes, the node's memory fewer"
+            raise _Refused("layout", text, fatal=True)
         if not _NAME[0] <= len(ask.session) <= _NAME[1] or len(ask.worker) > _MAX_TEXT:
             text = f"a session's name has {_NAME[0]} to {_NAME[1]} characters, a worker's at most {_MAX_TEXT}"
             raise _Refused("bad_request", text, fatal=True)
@@ -212,6 +215,9 @@ class Sessions:
             raise _Refused("layout", "worker and scheduler differ in layout or mode", fatal=True)
         if not 0 <= ask.rank < known.layout.ranks or ask.rank in known.workers:
             raise _Refused("rank", f"rank {ask.rank} is taken or not below {known.layout.ranks}", fatal=True)
+        if known.mode == "map" and peer.pid <= 0:
+            text = "the node cannot see this process: share process ids with it, or use mode copy"
+            raise _Refused("unseen", text, fatal=True)
         known.workers[ask.rank] = peer
         if known.mode == "map":
             known.mapping.add(peer.pid)

@@ -31,6 +31,8 @@ def memory_file(name: str, size: int) -> int:
 def map_fd(fd: int, size: int, *, write: bool, huge: bool = False) -> mmap.mmap:
     """Maps the file; with ``huge`` the kernel is asked for huge pages, where it has them for shared
     memory. Raises OSError, also where the file is shorter than ``size``."""
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise OSError("the memory file could be cut short under its readers")
     if os.fstat(fd).st_size < size:
         raise OSError(f"the memory file has {os.fstat(fd).st_size} bytes, {size} were promised")
     access = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
@@ -40,10 +42,10 @@ def map_fd(fd: int, size: int, *, write: bool, huge: bool = False) -> mmap.mmap:
     return mapping
 
 
-def seal(fd: int) -> None:
-    """No new mapping can write from now on; those there are still can. Raises OSError on kernels before
-    5.1."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE)
+def seal(fd: int, *, writers: bool) -> None:
+    """Nobody who gets the file can change what may be done with it. Without ``writers`` no new mapping can
+    write; those there are still can. Raises OSError on kernels before 5.1."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writers else _FUTURE_WRITE))
 
 
 def touch(mapping: mmap.mmap) -> None:

@@ -101,6 +101,7 @@ class Store:
         for reservation in known.reservations.values():
             self._quarantined -= self._space.rounded(reservation.size)
             self._space.free(reservation.passages)
+            self._holdings.expect(reservation, -1)
         for pieces in known.leases.values():
             for piece in pieces:
                 self._holdings.give_back(piece.slot, lost=True)
@@ -116,6 +117,8 @@ class Store:
         ancestor = self._ancestor(walk.before)
         if ancestor >= 0:
             walk.protected.add(ancestor)
+            if self._coming.at(walk.before) is None:
+                walk.parent = (ancestor, self._directory.generation(ancestor))
         elif walk.before and self._coming.at(walk.before) is None:
             walk.why = _ORPHAN
         grants: list[Grant] = []
@@ -165,6 +168,7 @@ class Store:
             parent=walk.parent,
         )
         self._coming.add(reservation)
+        self._holdings.expect(reservation, 1)
         self._reserved += self._space.rounded(size)
         known.reservations[self._number] = reservation
         grants.append(Grant(self._number, first, blocks, passages))
@@ -176,6 +180,7 @@ class Store:
         for reservation in opened:
             if reservation.unwanted or not self._holdings.keep(reservation):
                 self._space.free(reservation.passages)
+            self._holdings.expect(reservation, -1)
         return len(opened)
 
     def abort(self, session: str, numbers: list[int]) -> int:
@@ -183,6 +188,7 @@ class Store:
         opened = self._end(session, numbers)
         for reservation in opened:
             self._space.free(reservation.passages)
+            self._holdings.expect(reservation, -1)
         self._counters["aborted_records"] += len(opened)
         return len(opened)
 

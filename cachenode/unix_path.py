@@ -22,6 +22,10 @@ def listen(path: Path) -> socket.socket:
             f"the socket path {path} is longer than {MAX_PATH_BYTES} bytes: choose a shorter one"
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = path.parent.stat()
+    others = folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX
+    if folder.st_uid not in (0, os.geteuid()) or others:
+        raise ValueError(f"others can replace files in {path.parent}: choose a folder of this user's alone")
     if path.is_symlink() or path.exists():
         if path.is_symlink() or not stat.S_ISSOCK(path.lstat().st_mode):
             raise ValueError(f"{path} is there and is no socket: remove it or choose another path")
@@ -68,6 +72,11 @@ def remove(path: Path, mine: tuple[int, int]) -> None:
             path.unlink()
     except FileNotFoundError:
         pass
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """Whether root's or this user's process is at the other end."""
+    return peer(connection)[1] in (0, os.geteuid())
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

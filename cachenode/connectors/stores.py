@@ -163,6 +163,7 @@ class Stores:
                 continue
             del self._asked[ticket]
             self._free(storing.blocks)
+            self.short.add(storing.request)
             self.late += 1
             if storing.session == session:
                 self._late.add(ticket)

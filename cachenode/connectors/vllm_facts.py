@@ -13,12 +13,11 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     compute_layer_kv_cache_shape_bytes,
 )
+from vllm.version import __version__
 
 from cachenode.connectors.options import BadSetup, Options, check_policy, read_options
 from cachenode.connectors.revision import revision_of
 from cachenode.record import BadLayout, Layout
-
-TESTED = "0.32"
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -143,7 +142,7 @@ def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, spec: FullA
         backend = vllm_config.attention_config.backend
         name = "auto" if backend is None else backend.name
         kernels = f"{name}:{current_platform.get_device_name()}"
-    return f"vllm-{TESTED}/{current_platform.device_type}/{layout}/{kernels}"
+    return f"vllm-{__version__}/{current_platform.device_type}/{layout}/{kernels}"
 
 
 def _cpu_kernels(vllm_config: VllmConfig, spec: FullAttentionSpec) -> str:

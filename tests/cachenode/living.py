@@ -34,7 +34,7 @@ class LivingNode:
             map_fd(fd, length, write=True)
             for fd, length in zip(self._files, (size, sizes.bytes), strict=True)
         )
-        seal(self._files[1])
+        seal(self._files[1], writers=False)
         policy = build({"name": eviction}, size)
         self.path = str(path)
         self.store = Store(Space(size), Directory(memoryview(table), sizes), policy, Deaf())

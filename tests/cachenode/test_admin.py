@@ -22,7 +22,7 @@ MIB = 1024 * 1024
 
 def call(node: LocalNode, path: str, body: object = None, key: str = "") -> tuple[int, Any]:
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(node.url + path, data, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -90,6 +90,9 @@ def test_bad_requests_are_answered(node: LocalNode) -> None:
         status, answer = call(node, path, body)
         assert (status, "the body" in answer["error"]["message"]) == (400, True), (path, body)
     assert call(node, "/v1/pin", b"x" * (5 * MIB))[0] == 413
+    plain = urllib.request.Request(node.url + "/v1/clear", b"{}", {"content-type": "text/plain"})
+    with pytest.raises(urllib.error.HTTPError, match="415"):
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(plain, timeout=20)
     assert call(node, "/health") == (200, {"status": "ok"})
 
 

@@ -117,6 +117,19 @@ def test_the_own_prefix_is_not_evicted_for_its_end(room: Room) -> None:
     assert blocks == 64
 
 
+def test_a_parent_waits_for_its_child(room: Room) -> None:
+    """Between a reservation and its commit another engine fills the memory: what was reserved is found."""
+    text = prompt(1, 16)
+    put(room, "s", text, 0, 8)
+    grants, _, _ = room.store.reserve("s", text.reserve(8))
+    for seed in range(2, 12):
+        put(room, "t", prompt(seed, 20))
+    room.store.check_integrity()
+    room.store.commit("s", [grant.reservation for grant in grants])
+    assert room.store.lease("s", text.lease())[1] == 16
+    room.store.check_integrity()
+
+
 def test_leased_and_pinned_records_stay(room: Room) -> None:
     leased, pinned = prompt(1, 24), prompt(2, 24)
     put(room, "s", leased)

@@ -107,7 +107,7 @@ def test_a_thousand_kills_at_every_stage() -> None:
             if rng.random() < 0.3:
                 ghost.exit()
                 dead.remove(ghost)
-        if rng.random() < 0.02:
+        if rng.random() < 0.003:
             room.store.clear()
         room.store.work()
         if kills % 5 == 0:
