@@ -1,6 +1,7 @@
 """A worker's side of a session: the node's memory as this process maps it, or in copy mode the socket."""
 
 import logging
+import select
 import socket
 import threading
 from typing import Self
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachenode import shared, unix_path, wire
-from cachenode.directory_view import DirectoryView
+from cachenode.directory_view import HEADER_BYTES, DirectoryView
 from cachenode.record import Layout
 
 JOIN_S = 5.0
@@ -63,6 +64,8 @@ class Attachment:
             welcome, descriptors = _welcome(sock)
             if len(descriptors) != (2 if mode == "map" else 1):
                 raise ValueError("a welcome without the node's memory")
+            if welcome.directory_bytes < HEADER_BYTES or welcome.bytes < 1:
+                raise ValueError("memory of no size")
             arena: Bytes | None = None
             if mode == "map":
                 mapped = shared.map_fd(descriptors[0], welcome.bytes, write=True)
@@ -82,15 +85,20 @@ class Attachment:
 
     def alive(self) -> bool:
         """Whether the connection stands, as far as the kernel knows; asks nobody."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return True  # A copy goes through it, and finds out.
+        try:
             if self._socket is None:
                 return False
-            try:
-                return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            except BlockingIOError:
+            ready = select.poll()
+            ready.register(self._socket, select.POLLIN)
+            if not ready.poll(0):  # A socket with a timeout would wait in recv, whatever its flags.
                 return True
-            except OSError:
-                return False
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+        finally:
+            self._lock.release()
 
     def read(self, lease: int, piece: int, rank: int, offset: int, length: int) -> bytes | None:
         """Copy mode: bytes of a leased piece (see ``wire.Read``); None where they cannot be had."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from cachenode import shared, unix_path, wire
-from cachenode.directory_view import DirectoryView
+from cachenode.directory_view import HEADER_BYTES, DirectoryView
 from cachenode.record import Layout, moved, realm
 
 MAX_UNSENT = 8 * 1024 * 1024
@@ -134,7 +134,7 @@ class NodeClient:
     def poll(self) -> list[wire.Reply]:
         """Everything that came since, and the end of what will not come. Connects when it is time to."""
         if self._state == "away":
-            if self._clock() >= self._retry_at:
+            if self._clock() >= self._retry_at and not self._replies:  # Those are the last connection's.
                 self._connect()
         elif self._state == "greeting" and self._clock() > self._hello_until:
             self._lose()
@@ -144,9 +144,9 @@ class NodeClient:
         self._flush()
         self._receive()
         if self._state == "open" and self._ended:
-            ended, self._ended = self._ended, []
             number = self._next()
-            self._send(wire.Quiet(number, ended), number)
+            if self._send(wire.Quiet(number, self._ended), number) is not None:
+                self._ended = []
             self._waiting.discard(number)
         replies = list(self._replies)
         self._replies.clear()
@@ -280,7 +280,6 @@ class NodeClient:
                 bodies = self._frames.feed(data)
                 for body in bodies:
                     self._take(wire.reply(body), descriptors)
-                    descriptors = []
             except (wire.BadFrame, ValueError, OSError):
                 self._lose()
             finally:
@@ -302,11 +301,12 @@ class NodeClient:
             self._replies.append(reply)
 
     def _welcome(self, welcome: wire.Welcome, descriptors: Sequence[int]) -> None:
-        """Raises OSError or ValueError where what came with it is no directory."""
+        """Raises OSError or ValueError where what came with it is no directory. The caller closes it."""
         if len(descriptors) != 1 or welcome.fingerprint != self._fingerprint:
             raise ValueError("a welcome without the directory, or for another layout")
+        if welcome.directory_bytes < HEADER_BYTES:
+            raise ValueError("a directory without its head")
         memory: mmap.mmap = shared.map_fd(descriptors[0], welcome.directory_bytes, write=False)
-        shared.close(descriptors)
         self._view = DirectoryView(memoryview(memory))
         self._state, self.boot, self.refusal = "open", welcome.boot, ""
         self._pause = RETRY_S[0]

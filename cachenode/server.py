@@ -109,7 +109,10 @@ class Server:
         future: Future[T] = Future()
         self._calls.append((work, future))
         self._wake()
-        return future.result(timeout_s)
+        try:
+            return future.result(timeout_s)
+        finally:
+            future.cancel()  # What nobody waits for any more is not done later.
 
     def stop(self) -> None:
         """``run`` returns soon."""
@@ -157,7 +160,7 @@ class Server:
             self._exited(key.data)
         elif key.fd in self._connections:
             connection = self._connections[key.fd]
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and not connection.waiting:  # Else the sender waits too.
                 self._read(connection)
             if events & selectors.EVENT_WRITE and key.fd in self._connections:
                 self._send(connection)

@@ -61,6 +61,8 @@ class _Session(msgspec.Struct):
     mapping: set[int] = msgspec.field(default_factory=set)
     """Processes that may copy for it."""
     lost: bool = False
+    quiet: bool = False
+    """Its process said that nothing is copied any more, before we knew that it is lost."""
 
 
 class _Refused(Exception):
@@ -232,6 +234,8 @@ class Sessions:
         known.lost = True
         if not self._store.open_reservations(session) and not self._store.open_leases(session):
             known.mapping.clear()  # There is nothing that anybody could be copying.
+        if known.quiet:
+            known.mapping.clear()
         self._store.lost(session)
         self.counters["sessions_lost"] += 1
         self._settle(session, known)
@@ -253,7 +257,11 @@ class Sessions:
             raise _Refused("bad_request", f"at most {_MAX_ENDED} ended sessions are named", fatal=True)
         for session in ended:
             known = self._sessions.get(session)
-            if known is None or not known.lost:
+            if known is None or session == peer.session:
+                continue
+            if not known.lost:
+                # Its end has come too, behind requests that we did not read yet.
+                known.quiet = known.quiet or peer.pid == known.scheduler.pid
                 continue
             if peer.pid == known.scheduler.pid:
                 known.mapping.clear()

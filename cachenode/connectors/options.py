@@ -21,13 +21,15 @@ class BadSetup(ValueError):
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``socket``: the node's control socket; ``worker``: the engine's name in the gateway; ``hold``: the
     most of the engine's blocks that stores may hold, as a share; ``mode``: "copy" sends bytes over the
-    socket, for an engine that cannot map the node's memory."""
+    socket, for an engine that cannot map the node's memory; ``touch``: take all pages of an engine's KV in
+    main memory at the start, so that no load has to."""
 
     socket: str
     worker: str
     secret_file: str | None = None
     mode: Mode = "map"
     hold: float = 0.5
+    touch: bool = True
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:

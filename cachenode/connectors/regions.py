@@ -84,6 +84,15 @@ def regions_of(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], block
     return found
 
 
+def storages(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """All bytes that the tensors lie in, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        found[flat.data_ptr()] = flat
+    return list(found.values())
+
+
 def as_numpy(regions: Sequence[torch.Tensor]) -> list[npt.NDArray[np.uint8]]:
     """The same bytes for numpy; they must be in main memory."""
     return [region.numpy() for region in regions]

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from cachenode.connectors.jobs import Jobs, Results
-from cachenode.connectors.memory_cpu import CpuMemory
+from cachenode.connectors.memory_cpu import CpuMemory, touch
 from cachenode.connectors.memory_gpu import GpuMemory, TorchDevice
 from cachenode.connectors.places import Attach, Places
-from cachenode.connectors.regions import BadTensors, as_numpy, regions_of
+from cachenode.connectors.regions import BadTensors, as_numpy, regions_of, storages
 from cachenode.connectors.transfer import Memory, Transfer
 from cachenode.connectors.vllm_facts import Facts
 from cachenode.connectors.work import Work
@@ -53,6 +53,8 @@ class WorkerSide:
         self._memories = memories
         loader, storer = (Transfer(memory, self._rank) for memory in memories)
         on_cpu = regions[0].device.type == "cpu"
+        if on_cpu and self._facts.options.touch and not all(map(touch, as_numpy(storages(tensors)))):
+            log.info("hotprefix: the engine's KV pages are taken when they are first written")
         self._jobs = Jobs(loader, storer, self._places, _roam if on_cpu else _stay)
         log.info("hotprefix: %d regions of KV, %d bytes a block", len(regions), layout.block_bytes)
 

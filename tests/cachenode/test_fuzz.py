@@ -1,14 +1,23 @@
 """Hostile bytes on the control socket: every request is answered, nothing is lost, the node lives."""
 
+import os
 import random
+import resource
 import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cachenode import wire
+from cachenode.server import TURN_BYTES, Memory, Server
+from cachenode.store import Store
+from hotprefix.processes import wait_until
 from tests.cachenode.nodes import BLOCK, Node, Raw, ask, client, connect, name
-from tests.cachenode.stores import layout, prompt
+from tests.cachenode.stores import Room, layout, prompt
 
 FRAMES = 6000
 """Mutated or made-up request bodies."""
@@ -158,3 +167,129 @@ def test_connections_that_end_anywhere(tmp_path: Path) -> None:
         assert figures.total == figures.free + figures.used
         assert node.server.call(node.server.sessions.serves) == [("w", layout(BLOCK).fingerprint())]
         made.close()
+
+
+# ---- what the node gives nobody too much of: waiting requests, unread replies, turns, descriptors ----
+
+
+def stepped(path: Path) -> tuple[Room, Server]:
+    """A node whose turns the test takes."""
+    room = Room(64 * BLOCK)
+    size = os.fstat(room.directory_fd).st_size
+    memory = Memory(room.arena_fd, memoryview(room.arena), room.directory_fd, size)
+    return room, Server(path, room.store, memory, node="n", boot="b")
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    text = prompt(1, 8)
+    of = layout(wire.MAX_COPY // 8)
+    with Node(path, blocks=8 * wire.MAX_COPY // BLOCK) as node:
+        made, other = connect(client(path, of, "copy")), connect(client(path))
+        lazy = Raw(path)
+        assert isinstance(lazy.hello(made.session, "copy", role="worker", layout=of), wire.Welcome)
+        made.reserve(0, text.keys, text.proofs)
+        made.commit([1])
+        leased = ask(made, made.lease(0, text.keys, text.proofs))
+        assert isinstance(leased, wire.Leased)
+        much = b"".join(wire.frame(wire.Read(2, leased.lease, 0, 0, 0, wire.MAX_COPY)) for _ in range(100))
+        lazy.send(much)
+        node.eventually(lambda: node.server.connections() == 1)
+        assert isinstance(ask(other, other.ping()), wire.Done)
+        other.close()
+
+
+def test_requests_wait_in_the_sender_while_some_wait_here(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    room, server = stepped(path)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        sock.setblocking(False)
+        sock.send(wire.frame(wire.Hello(1, wire.VERSION, "scheduler", name(), "w", 0, layout(BLOCK), "map")))
+        pings, most = wire.frame(wire.Ping(2)) * 8000, 0
+        for _ in range(200):
+            for move in (lambda: sock.send(pings), lambda: sock.recv(1 << 20)):
+                with suppress(BlockingIOError):
+                    move()
+            server.step(0.0)
+            most = max([most, *(len(one.waiting) for one in server._connections.values())])
+        assert 64 < most <= TURN_BYTES // len(wire.frame(wire.Ping(2))) + 1
+    server.close()
+    room.store.check_integrity()
+
+
+class Scattered(Store):
+    """Whose memory is in so many pieces that no frame names them all."""
+
+    def reserve(self, session: str, ask: wire.Reserve) -> tuple[list[wire.Grant], int, str]:
+        grants, admitted, why = super().reserve(session, ask)
+        many = [(8192 * at, 4096) for at in range(500_000)]
+        return [wire.Grant(one.reservation, one.first, one.blocks, many) for one in grants], admitted, why
+
+
+def test_an_answer_that_fits_no_frame_ends_its_session_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    room, server = stepped(path)
+    room.store.__class__ = Scattered
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    made, other = connect(client(path)), connect(client(path))
+    reply = ask(made, made.reserve(0, prompt(1, 4).keys, prompt(1, 4).proofs))
+    assert isinstance(reply, wire.Failed)
+    assert isinstance(ask(other, other.ping()), wire.Done)
+    assert wait_until(lambda: server.call(room.store.figures).free == 64 * BLOCK, 10.0)
+    other.close()
+    made.close()
+    server.stop()
+    thread.join()
+    server.close()
+
+
+def test_without_descriptors_it_waits_for_some(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    _, server = stepped(path)
+    made = [socket.socket(socket.AF_UNIX) for _ in range(30)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server.step(0.0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+        for one in made:
+            one.setblocking(False)
+            one.connect(str(path))
+        server.step(0.0)
+        turns, end = server.turns, time.monotonic() + 0.5
+        while time.monotonic() < end:
+            server.step(0.25)
+        assert server.turns - turns < 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def all_taken() -> bool:
+        server.step(0.1)
+        return server.connections() == 30
+
+    assert wait_until(all_taken, 10.0)
+    server.close()
+    for one in made:
+        one.close()
+
+
+def test_what_nobody_waits_for_is_not_done_later(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    done: list[int] = []
+    with Node(path) as node:
+        go, holds = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            holds.set()
+            go.wait(10.0)
+
+        holder = threading.Thread(target=lambda: node.server.call(hold, 20.0))
+        holder.start()
+        holds.wait(10.0)
+        with pytest.raises(TimeoutError):
+            node.server.call(lambda: done.append(1), 0.01)
+        go.set()
+        holder.join()
+        node.server.call(lambda: None)
+    assert done == []

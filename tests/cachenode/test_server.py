@@ -206,20 +206,6 @@ def test_one_path_one_node(path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_the_rest_goes_on(path: Path) -> None:
-    text = prompt(1, 60)
-    with Node(path, blocks=64):
-        lazy, other = Raw(path), connect(client(path))
-        assert isinstance(lazy.hello(name()), wire.Welcome)
-        lazy.sock.settimeout(0.2)
-        ping = b"".join(wire.frame(text.lease()) for _ in range(500))
-        with pytest.raises((TimeoutError, ConnectionError)):
-            for _ in range(2000):
-                lazy.send(ping)
-        assert isinstance(ask(other, other.ping()), wire.Done)
-        other.close()
-
-
 WORKER = """
 import sys
 from tests.cachenode.stores import layout
