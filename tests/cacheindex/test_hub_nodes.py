@@ -238,7 +238,7 @@ def test_with_a_real_nodes_words(hub: Hub, folder: Path) -> None:
     begun = time.monotonic()
 
     def turn() -> None:
-        publisher.turn(time.monotonic() - begun, 7, [("w", "one")])
+        publisher.turn(time.monotonic() - begun, lambda: (7, [("w", "one")]))
 
     def holds(tokens: int) -> bool:
         turn()
