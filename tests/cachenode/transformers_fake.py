@@ -2,12 +2,12 @@
 block by its place and proof, and scatters every record over passages that cut blocks anywhere."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from cachenode.record import Layout, chunks, moved, realm
+from cachenode.record import Layout, moved, realm
 from cachenode.wire import Done, Grant, Leased, Piece, Reply, Reserved
 
 KEY, PROOF = 16, 32
@@ -81,12 +81,12 @@ class FakeNode:
     ) -> int | None:
         names, grants = self._names(adapter, keys, proofs)[: self.fits], []
         held = next((i for i, name in enumerate(names) if name not in self.blocks), len(names))
-        for run in chunks(held, len(names) - held, self.layout.chunk_blocks):
-            passages = self._take(self.layout.record_bytes(run.blocks) - (1 if self.short else 0))
+        for begin, end in _chunks(held, len(names), self.layout.chunk_blocks):
+            passages = self._take(self.layout.record_bytes(end - begin) - (1 if self.short else 0))
             self._number += 1
-            grant = Grant(self._number, run.first, run.blocks, passages)
+            grant = Grant(self._number, begin, end - begin, passages)
             grants.append(grant)
-            self.reserved[grant.reservation] = (grant, names[run.first : run.first + run.blocks])
+            self.reserved[grant.reservation] = (grant, names[begin:end])
         return self._say(Reserved(0, "boot", grants, len(names)))
 
     def commit(self, ids: Sequence[int]) -> int | None:
@@ -171,3 +171,11 @@ class FakeNode:
 
     def valid(self, slot: int, generation: int) -> bool:
         return slot not in self.torn
+
+
+def _chunks(first: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """The blocks from ``first`` up to ``end``, cut where a chunk ends."""
+    while first < end:
+        stop = min(end, (first // chunk + 1) * chunk)
+        yield first, stop
+        first = stop
