@@ -138,11 +138,11 @@ class NodeClient:
                 self._connect()
         elif self._state == "greeting" and self._clock() > self._hello_until:
             self._lose()
-        elif self._is_stuck():
-            self._pause = RETRY_S[1]
-            self._lose()
         self._flush()
         self._receive()
+        if self._is_stuck():  # After what has come was taken: nobody may have polled for long.
+            self._pause = RETRY_S[1]
+            self._lose()
         if self._state == "open" and self._ended:
             number = self._next()
             if self._send(wire.Quiet(number, self._ended), number) is not None:
