@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -86,12 +86,13 @@ def curl(line: str) -> dict[str, object]:
 
 
 def listening(processes: list[psutil.Process]) -> set[int]:
-    return {
-        one.laddr.port
-        for process in processes
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN
-    }
+    """The ports they listen on. An engine's short-lived children may end meanwhile."""
+    ports: set[int] = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found = process.net_connections("tcp")
+            ports |= {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+    return ports
 
 
 def accepts(port: int) -> bool:
@@ -197,7 +198,10 @@ def test_a_taken_port_gets_a_line(tmp_path: Path) -> None:
 
 def _runs(part: psutil.Process, command: str) -> bool:
     """Whether a process is ``hotprefix COMMAND`` itself, not its guard."""
-    words = part.cmdline()
+    try:
+        words = part.cmdline()
+    except psutil.NoSuchProcess:
+        return False
     return "guard.py" not in str(words) and words[1:4] == ["-m", "hotprefix.cli", command]
 
 
